@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from kvferry_engine.core import EngineCore
 from kvferry_engine.health import Probe
 from kvferry_engine.kv_cache.prefix_index import PrefixIndex
-from kvferry_engine.network import InboxItem, Network, PeerDown, PeerUp, Received
+from kvferry_engine.network import SAID_BYE, InboxItem, Network, PeerDown, PeerUp, Received
 from kvferry_engine.transfer.service import TransferService
 from kvferry_engine.wire import messages as wire
 
 log = logging.getLogger(__name__)
 
 ASSET_PIECE_BYTES = 1 << 20
+ROUTER_GRACE_S = 5.0
+"""How long requests of a router whose connection broke go on without it: it may come back and ask for what it missed."""
 TRANSFER_MESSAGES = (
     wire.Join, wire.JoinOk, wire.Prefill, wire.Queued, wire.Busy, wire.Reject, wire.Start, wire.Grant, wire.Chunk, wire.Posted,
     wire.Credit, wire.Done, wire.Close, wire.TransferAbort, wire.AbortAck, wire.PairClosed,
@@ -82,6 +84,8 @@ class Control:
         self._clock = clock
         self._events_number = 0
         self.routers: set[str] = set()
+        self._lost_routers: dict[str, float] = {}
+        """Boot to the time at which its requests are given up."""
 
     def drain(self, timeout_s: float) -> None:
         """Handle everything in the inbox; block up to `timeout_s` for the first item."""
@@ -131,18 +135,32 @@ class Control:
             return
         is_new = boot not in self.routers
         self.routers.add(boot)
+        self._lost_routers.pop(boot, None)
         self._probe.has_met_router = True
+        if hello.state_version < self._identity.state.version:
+            self._network.send(boot, self._identity.state)
         self._send_snapshot(boot)
         if is_new:
             log.info("router joined boot=%s name=%s", boot, hello.name)
 
     def _peer_down(self, boot: str, reason: str) -> None:
-        if boot in self.routers:
-            self.routers.discard(boot)
-            log.info("router gone boot=%s reason=%s", boot, reason)
-            self._core.abort_origin(boot)
+        if boot not in self.routers:
+            self._transfer.peer_down(boot)
             return
-        self._transfer.peer_down(boot)
+        self.routers.discard(boot)
+        log.info("router gone boot=%s reason=%s", boot, reason)
+        if reason == SAID_BYE:
+            self._core.abort_origin(boot)
+        else:
+            self._lost_routers[boot] = self._clock() + ROUTER_GRACE_S
+
+    def give_up_lost_routers(self) -> None:
+        """Abort what routers asked for that have not come back in time."""
+        now = self._clock()
+        for boot, deadline_s in list(self._lost_routers.items()):
+            if now >= deadline_s:
+                del self._lost_routers[boot]
+                self._core.abort_origin(boot)
 
     def _handle_message(self, boot: str, message: wire.Body) -> None:
         match message:

@@ -273,6 +273,9 @@ class EngineCore:
         return self.scheduler.waiting_tokens / rate if rate > 0 else 0.0
 
     def _make_sequences(self, origin: str, message: wire.Submit, now: float) -> list[Sequence]:
+        columns = (message.prompt_ids, *(part.emitted_ids for part in message.sequences))
+        if any(len(column) % 4 for column in columns):
+            raise RequestError("token ids travel as int32 columns, this one is torn", param="prompt")
         prompt = np.frombuffer(message.prompt_ids, dtype="<i4")
         limits = self.limits
         check_submit(

@@ -87,6 +87,7 @@ def _serve(engine: Engine, signals: Signals, drain_s: float) -> None:
     next_audit_s = 0.0
     while not signals.is_stopping:
         engine.control.drain(wait_s)
+        engine.control.give_up_lost_routers()
         engine.take_rank_reports()
         is_busy = engine.core.turn()
         engine.control.publish_events()

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 POLL_MS = 100
+SAID_BYE = "said bye"
+"""Reason of a PeerDown that was on purpose."""
 FORGET_DIALLED_S = 60.0
 REBIND_S = 2.0
 MONITORED = (
@@ -185,8 +187,11 @@ class Network:
             os.write(self._wake_write, b"x")
 
     def close(self, *, flush_s: float = 1.0) -> None:
-        """Send what is queued for at most `flush_s`, say BYE, and close every socket. Blocks."""
+        """Send what is queued for at most `flush_s`, say BYE, and close every socket. Blocks; idempotent."""
+        if self._is_stopping:
+            return
         if not self._thread.is_alive():
+            self._is_stopping = True
             self._close_sockets()
             return
         self._flush_deadline_s = self._clock() + flush_s
@@ -292,7 +297,7 @@ class Network:
         if route.boot != envelope.src:
             return  # not introduced yet, or a late message of an earlier boot
         if isinstance(body, wire.Bye):
-            self._remove(route, "said bye")
+            self._remove(route, SAID_BYE)
             return
         if isinstance(body, wire.Beat):
             return  # it was heard, that is all

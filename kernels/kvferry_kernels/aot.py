@@ -29,12 +29,15 @@ from types import ModuleType
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import kvferry_kernels
+from kvferry_kernels import device_math, variants
 from kvferry_kernels.device_math import COMPILE_OPTIONS, is_interpreted
+from kvferry_kernels.sampler import random_numbers
 from kvferry_kernels.variants import Arch, Variant
 
 TARGETS = {
@@ -114,12 +117,12 @@ def check(arch: Arch, module_name: str, index: int) -> Result:
     began = time.perf_counter()
     with (
         tempfile.TemporaryDirectory() as folder,
-        triton.knobs.cache.scope(),
-        triton.knobs.nvidia.scope(),
+        knobs.cache.scope(),
+        knobs.nvidia.scope(),
         contextlib.redirect_stdout(log),
     ):
-        triton.knobs.cache.dir = folder
-        triton.knobs.nvidia.dump_ptxas_log = True
+        knobs.cache.dir = folder
+        knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source_of(variant), target=TARGETS[arch], options=options)
     seconds = time.perf_counter() - began
     text = log.getvalue() if arch is not Arch.GFX942 else compiled.asm["amdgcn"]
@@ -179,11 +182,11 @@ def compile_error(arch: Arch) -> str:
 
 
 def source_hash() -> str:
-    """Return a hash over the package's source, and the versions of torch and Triton."""
+    """Return a hash over what decides the results: the kernels, this gate, and the versions of torch and Triton."""
     digest = hashlib.sha256(f"{triton.__version__} {torch.__version__}".encode())
-    for root in kvferry_kernels.__path__:
-        for path in sorted(Path(root).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for module in [*op_modules(), device_math, variants, random_numbers]:
+        digest.update(Path(str(module.__file__)).read_bytes())
+    digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -253,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     for arch in (arch for arch, error in errors.items() if error):
         write(f"SKIP {arch}: this Triton build cannot compile for it: {errors[arch]}\n")
     archs = [arch for arch in Arch if not errors[arch]]
-    store = Path(triton.knobs.cache.dir) / f"kvferry-aot-{source_hash()}.json"
+    store = Path(knobs.cache.dir) / f"kvferry-aot-{source_hash()}.json"
     began = time.perf_counter()
     if store.exists() and not options.no_cache and not options.only:
         results = [Result(**fields) for fields in loads(store.read_text())]

@@ -9,6 +9,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvferry_kernels import extension
+
+MAX_GROUP = 32
+"""Most query heads per KV head that the extension handles."""
+
+
+def compiled_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """Attend with the C++ extension, arguments as in `varlen_attention.prefill_attention`; None where it cannot be used."""
+    num_heads, head_dim = q.shape[1:]
+    is_usable = q.stride(2) == 1 and q.stride(1) == head_dim and num_heads // kv.shape[2] <= MAX_GROUP
+    if not is_usable or not extension.is_available():
+        return None
+    out = torch.empty(q.shape, dtype=q.dtype)
+    torch.ops.kvferry.attention(
+        out, q, kv, block_tables, query_starts, seq_lens, scale, sliding_window, soft_cap, sinks
+    )
+    return out
+
 
 def gather_keys_values(kv: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor]:
     """Copy the blocks of `block_tables` [B, M] out of kv [N, 2, KH, S, D]: keys and values [B, KH, M*S, D], contiguous."""

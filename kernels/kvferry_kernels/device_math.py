@@ -5,6 +5,7 @@ Everything here is inlined into the kernels; host code uses only `COMPILE_OPTION
 
 # Kernels are typed by Triton, from the arguments of each launch.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 # Triton 3.9 fuses multiply-add by default and 3.10 will not: named, so that results do not drift between versions.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 def is_interpreted() -> bool:

@@ -38,7 +38,7 @@ def test_random_kills_and_freezes_lose_no_request(tmp_path: Path) -> None:
     draw = random.Random(seed)
     prompts = [[draw.randrange(10, 200) for _ in range(draw.choice((3, 40, 90, 170)))] for _ in range(NUM_PROMPTS)]
     lengths = [draw.choice((8, 40, 120, 250)) for _ in range(NUM_PROMPTS)]
-    model = str(make_checkpoint("LlamaForCausalLM", tmp_path))
+    model = str(make_checkpoint("llama", tmp_path))
     with Cluster(model, engine_flags=FLAGS) as cluster:
         for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
             cluster.add_engine(name, role)

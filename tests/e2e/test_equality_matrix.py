@@ -35,7 +35,7 @@ def complete_all(cluster: Cluster, *, parallel: int = 1, **fields: object) -> li
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("model"))
+    path: Path = make_checkpoint("llama", tmp_path_factory.mktemp("model"))
     return str(path)
 
 

@@ -133,6 +133,16 @@ def test_what_can_never_run_is_refused_with_a_reason(prompt: list[int], count: i
     assert answer.message
 
 
+def test_a_torn_id_column_is_refused() -> None:
+    message = wire.Submit(rid="r", attempt=0, engine_boot="b", prompt_ids=b"abc", sequences=[wire.SubmitSequence(index=0, seed=1)],
+                          sampling=wire.Sampling(max_tokens=1))  # fmt: skip
+
+    answer = Bench().core.submit("router", message)
+
+    assert isinstance(answer, wire.Rejected)
+    assert answer.code is wire.RejectCode.INVALID
+
+
 def test_a_full_queue_is_busy_and_a_draining_engine_refuses() -> None:
     bench = Bench(max_queued=2)
     assert isinstance(bench.submit("a", [1], 5, seeds=(1, 2)), wire.Accepted)

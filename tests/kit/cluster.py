@@ -136,7 +136,7 @@ class Cluster:
         argv = [
             sys.executable,
             "-m",
-            "kvferry.cli",
+            "kvferry",
             "engine",
             self.model,
             "--role",
@@ -172,7 +172,7 @@ class Cluster:
         argv = [
             sys.executable,
             "-m",
-            "kvferry.cli",
+            "kvferry",
             "router",
             "--host",
             "127.0.0.1",

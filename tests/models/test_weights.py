@@ -6,18 +6,18 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
+
 from kit.checkpoints import make_checkpoint
 from kit.models import load_model, read_config
 from kit.steps import weights_of
-from kvferry_kernels.dispatch import Backend
-from torch import Tensor
-
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.errors import InvalidTensorParallelError, UnsupportedModelError, WeightsInvalidError
 from kvferry_engine.layers.context import LayerContext
 from kvferry_engine.layers.parallel import TensorParallel
 from kvferry_engine.models.causal_lm import CausalLM
 from kvferry_engine.models.registry import create_model
+from kvferry_kernels.dispatch import Backend
 
 Q_NAME = "model.layers.1.self_attn.q_proj.weight"
 
@@ -92,7 +92,7 @@ def test_other_dtypes_are_converted() -> None:
 
 def test_an_unknown_architecture_is_named() -> None:
     config, _, _ = checkpoint()
-    with pytest.raises(UnsupportedModelError, match="'MambaForCausalLM'.*LlamaForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"'MambaForCausalLM'.*LlamaForCausalLM"):
         create_model(dataclasses.replace(config, architecture="MambaForCausalLM"), context())
 
 
@@ -106,14 +106,18 @@ def test_an_unknown_activation_is_named() -> None:
     ("size", "heads", "kv_heads", "features", "what"),
     [(2, 9, 3, 96, "9 attention heads"), (4, 12, 3, 96, "3 KV heads"), (5, 5, 5, 96, "96 features of gate_proj")],
 )
-def test_an_indivisible_tensor_parallel_size_is_an_error(size: int, heads: int, kv_heads: int, features: int, what: str) -> None:
+def test_an_indivisible_tensor_parallel_size_is_an_error(
+    size: int, heads: int, kv_heads: int, features: int, what: str
+) -> None:
     config, _, _ = checkpoint()
     config = dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=features)
     with pytest.raises(InvalidTensorParallelError, match=what):
         create_model(config, context(TensorParallel(rank=0, size=size)))
 
 
-@pytest.mark.parametrize(("size", "expected"), [(1, [(0, 4)]), (2, [(0, 2), (2, 2)]), (8, [(r // 2, 1) for r in range(8)])])
+@pytest.mark.parametrize(
+    ("size", "expected"), [(1, [(0, 4)]), (2, [(0, 2), (2, 2)]), (8, [(r // 2, 1) for r in range(8)])]
+)
 def test_kv_heads_are_split_or_replicated(size: int, expected: list[tuple[int, int]]) -> None:
     found = [TensorParallel(rank=rank, size=size).split_kv_heads(4) for rank in range(size)]
     assert found == expected

@@ -10,9 +10,10 @@ import torch
 
 from kit.checkpoints import make_checkpoint, reference_logits, reference_model
 from kit.models import load_model, make_runner
-from kit.steps import Blocks, make_plan, make_sequence, retire
+from kit.steps import Blocks, generate, make_plan, make_sequence, retire
 from kvferry_engine.models.causal_lm import CausalLM
 from kvferry_engine.runner import executor
+from kvferry_engine.scheduler.plan import PLACEHOLDER
 from kvferry_engine.wire.packing import unpack_ids
 
 PROMPT = [int(i) for i in np.random.default_rng(3).integers(0, 320, 23)]
@@ -85,3 +86,20 @@ def test_nan_logits_fail_only_their_own_row() -> None:
     assert "NaN" in result.errors[1]
     assert result.token_ids[1] == -1
     assert result.token_ids[0] >= 0
+
+
+def test_a_step_may_be_launched_before_the_one_it_depends_on_is_collected() -> None:
+    expected = [int(i) for i in generate(make_runner(model()), [make_sequence(1, PROMPT, 6)], blocks=Blocks(64, 16))[0]]
+    runner, blocks = make_runner(model()), Blocks(64, 16)
+    sequence, other = make_sequence(1, PROMPT, 6), make_sequence(2, PROMPT[:9], 6)
+    runner.launch(make_plan(0, [(other, 9), (sequence, 23)], blocks))
+    for number in range(1, 6):
+        for each, computed in ((sequence, 23), (other, 9)):
+            each.num_computed = computed + number - 1
+            each.num_tokens = each.num_computed + 1
+            each.tokens[each.num_computed] = PLACEHOLDER
+        runner.launch(make_plan(number, [(sequence, 1), (other, 1)], blocks))
+        first = runner.collect()
+        assert first.token_ids[0 if number > 1 else 1] == expected[number - 1]
+
+    assert runner.collect().token_ids[0] == expected[5]

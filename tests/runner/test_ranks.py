@@ -173,7 +173,9 @@ class _KillAfterSend:
 @pytest.mark.slow
 def test_a_failure_while_loading_is_reported_by_its_reason() -> None:
     path = make_checkpoint("llama", seed=41)
-    config = EngineConfig(model=str(path), device=Device.CPU, num_gpu_blocks_override=64, tensor_parallel_size=2, threads=1)
+    config = EngineConfig(
+        model=str(path), device=Device.CPU, num_gpu_blocks_override=64, tensor_parallel_size=2, threads=1
+    )
     source = open_source(config.model)
     (path / "model.safetensors").write_bytes(b"rubbish")
 

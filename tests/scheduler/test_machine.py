@@ -21,7 +21,9 @@ from scheduler.oracle import Engine, expected_output, make_sequence
 
 BLOCK = 4
 MAX_MODEL_LEN = 60
-MAX_DRAIN_TURNS = 4000
+MAX_UNFINISHED = 12
+MAX_WASTE = 20
+"""Steps may compute this many times the tokens there are (preempted ones again), never for ever."""
 BASES = [[(7 * i + 3 * base) % 23 for i in range(40)] for base in range(2)]
 """Prompts are prefixes of these plus a tail, so that they share blocks."""
 
@@ -95,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.unfinished) < MAX_UNFINISHED)
     @rule(
         base=st.integers(0, 1),
         shared=st.integers(0, 30),
@@ -276,7 +279,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.finish_fill(fill)
         for pin in list(self.pins):
             self.release_pin(pin)
-        for _ in range(MAX_DRAIN_TURNS):
+        num_tokens = sum(len(sequence.tokens) for sequence in engine.scheduler.sequences.values())
+        for _ in range(10 + MAX_WASTE * num_tokens):
             if engine.is_idle:
                 break
             engine.turn()

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import lru_cache
 
 import numpy as np
@@ -25,7 +24,6 @@ from kvferry_engine.request import Sequence, Status
 from kvferry_engine.scheduler.config import SchedulerConfig
 from kvferry_engine.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from kvferry_engine.scheduler.scheduler import Scheduler
-from kvferry_engine.transfer import pairs
 from kvferry_engine.transfer.commands import decode_command, encode_events
 from kvferry_engine.transfer.ports import TransferContext, TransferSettings
 from kvferry_engine.transfer.protocol.actions import TransferTimes
@@ -33,12 +31,9 @@ from kvferry_engine.transfer.protocol.slices import DTYPE_BYTES, heads_of_rank
 from kvferry_engine.transfer.rank_worker import RankWorker
 from kvferry_engine.transfer.ranks import Ranks
 from kvferry_engine.transfer.service import TransferService
-from kvferry_engine.transfer.staging import TOMBSTONE_BYTES
-from kvferry_engine.transfer.transport.base import Completion, Connector, Sink, Transport
-from kvferry_engine.transfer.transport.gloo import GlooConnector
-from kvferry_engine.transfer.transport.local import LocalConnector, LocalHub
 from kvferry_engine.wire import messages as wire
 from kvferry_engine.wire.hashing import chain_hashes, namespace_root
+from transfer.wires import Fault, FaultyConnector, GlooWires, LocalWires, Wires
 
 ROOT = namespace_root()
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,129 +72,6 @@ def block_content(layout: Layout, block_hash: bytes) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(TORCH_DTYPES[layout.dtype])
 
 
-class LocalWires:
-    """Payloads move inside the process."""
-
-    transports = ("local",)
-
-    def __init__(self, *, is_manual: bool = False) -> None:
-        self.hub = LocalHub(is_manual=is_manual)
-
-    def connectors(self, boot: str) -> dict[str, Connector]:
-        return {"local": LocalConnector(self.hub)}
-
-    def store_address(self, boot: str) -> str:
-        return boot
-
-    def close(self) -> None:
-        return
-
-
-class GlooWires:
-    """Payloads move over gloo pairs on the loopback interface."""
-
-    transports = ("gloo",)
-
-    def __init__(self) -> None:
-        self._stores = pairs.Stores()
-        self._addresses: dict[str, str] = {}
-
-    def store_address(self, boot: str) -> str:
-        if boot not in self._addresses:
-            store, port = pairs.host_store("127.0.0.1", 0)
-            self._addresses[boot] = f"127.0.0.1:{port}"
-            self._stores.add_own(self._addresses[boot], store)
-        return self._addresses[boot]
-
-    def connectors(self, boot: str) -> dict[str, Connector]:
-        return {"gloo": GlooConnector(self._stores, host="127.0.0.1")}
-
-    def close(self) -> None:
-        return
-
-
-Wires = LocalWires | GlooWires
-
-
-class Fault(StrEnum):
-    CORRUPT = "corrupt"
-    """One bit of the payload changes on the way."""
-    TOMBSTONE = "tombstone"
-    """The sender takes the payload back."""
-    DROP = "drop"
-    """The payload never leaves; closing the pair ends it."""
-
-
-class FaultyTransport:
-    """A transport whose sends go wrong as told."""
-
-    def __init__(self, inner: Transport, sink: Sink, faults: dict[int, Fault]) -> None:
-        self._inner = inner
-        self._sink = sink
-        self._faults = faults
-        self._held: list[int] = []
-        self.needs_launch = inner.needs_launch
-
-    def post_recv(self, pair_seq: int, view: torch.Tensor) -> None:
-        self._inner.post_recv(pair_seq, view)
-
-    def send(self, pair_seq: int, view: torch.Tensor) -> None:
-        match self._faults.pop(pair_seq, None):
-            case Fault.DROP:
-                self._held.append(pair_seq)
-                return
-            case Fault.TOMBSTONE:
-                view = view[:TOMBSTONE_BYTES]
-            case Fault.CORRUPT:
-                view[3] ^= 4
-        self._inner.send(pair_seq, view)
-
-    def launch(self, pair_seq: int) -> None:
-        self._inner.launch(pair_seq)
-
-    def cancel(self, pair_seq: int) -> None:
-        self._inner.cancel(pair_seq)
-
-    def close(self) -> None:
-        for pair_seq in self._held:
-            self._sink(Completion(pair_seq, "never sent"))
-        self._inner.close()
-
-
-class FaultyConnector:
-    """Wraps the transports another connector opens."""
-
-    def __init__(self, inner: Connector, faults: dict[int, Fault]) -> None:
-        self._inner = inner
-        self._faults = faults
-        self.device_type = inner.device_type
-
-    def open(
-        self,
-        *,
-        prefix: str,
-        is_sender: bool,
-        store_address: str,
-        sink: Sink,
-        on_open: Callable[[Transport], None],
-        on_error: Callable[[str], None],
-    ) -> None:
-        def wrapped(transport: Transport) -> None:
-            on_open(FaultyTransport(transport, sink, self._faults))
-
-        self._inner.open(
-            prefix=prefix,
-            is_sender=is_sender,
-            store_address=store_address,
-            sink=sink,
-            on_open=wrapped,
-            on_error=on_error,
-        )
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 @dataclass(eq=False)
 class Engine:
     """One engine of the simulation."""
@@ -214,6 +86,7 @@ class Engine:
     max_batched_tokens: int = 48
     has_remote_ranks: bool = False
     """Ranks above 0 get their commands encoded and answer once a turn, as ranks in other processes do."""
+    estimate_start_s: float = 0.0
     is_paused: bool = False
     faults: dict[int, Fault] = field(default_factory=dict)
     """What goes wrong with sends, by pair_seq."""
@@ -266,13 +139,22 @@ class Engine:
             index=self.index,
             ranks=self.ranks,
             next_handle=lambda: next(self._handles),
+            estimate_start_s=lambda: self.estimate_start_s,
             counters=self.counters,
         )
         self.service = TransferService(context, clock=lambda: self.network.now)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, ids: list[int], prefill: list[str], *, force: bool = True, max_tokens: int = 1) -> Sequence:
+    def submit(
+        self,
+        ids: list[int],
+        prefill: list[str],
+        *,
+        force: bool = True,
+        max_tokens: int = 1,
+        deadline_s: float | None = None,
+    ) -> Sequence:
         """Queue a request, ferried from engines `prefill` if the service wants that."""
         tokens = np.zeros(len(ids) + max_tokens + 1, dtype=np.int32)
         tokens[: len(ids)] = ids
@@ -287,6 +169,7 @@ class Engine:
             seed=0,
             root=ROOT,
             arrival_s=self.network.now,
+            deadline_s=None if deadline_s is None else self.network.now + deadline_s,
         )
         hints = [wire.PrefillHint(address=f"addr-{boot}", boot=boot) for boot in prefill]
         if not self.service.start_remote(sequence, hints, force=force, now=self.network.now):

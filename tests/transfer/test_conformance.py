@@ -10,7 +10,8 @@ import torch
 from kvferry_engine.transfer.protocol.actions import TransferTimes
 from kvferry_engine.transfer.transport.nccl import probe
 from kvferry_engine.wire import messages as wire
-from transfer.simulation import Fault, GlooWires, Layout, LocalWires, Network, Wires
+from transfer.simulation import Layout, Network
+from transfer.wires import Fault, GlooWires, LocalWires, Wires
 
 
 def ids(count: int, seed: int = 1) -> list[int]:

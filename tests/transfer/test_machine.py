@@ -21,7 +21,8 @@ from hypothesis.stateful import (
 
 from kvferry_engine.request import Sequence
 from kvferry_engine.transfer.protocol.receiver import OVER
-from transfer.simulation import Engine, Layout, LocalWires, Network
+from transfer.simulation import Engine, Layout, Network
+from transfer.wires import LocalWires
 
 MAX_LIVE = 6
 choose = st.integers(0, 1 << 16)
@@ -225,4 +226,4 @@ def test_nothing_leaks_in_short_adversarial_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_nothing_leaks_in_ten_thousand_adversarial_steps() -> None:
-    explore(max_examples=100, steps=120)
+    explore(max_examples=150, steps=120)

@@ -8,6 +8,7 @@ import torch
 from kvferry_engine.transfer.commands import transfer_mark
 from kvferry_engine.transfer.protocol.actions import Outcome
 from kvferry_engine.transfer.staging import TRAILER_BYTES, CacheAccess, StagingPool, clear_trailer, seal, verify
+from kvferry_kernels.staging import checksum
 
 MARK = transfer_mark("d1:1.1")
 NUM_BYTES = 2 * 2 * 2 * 16 * 4 * 4
@@ -17,7 +18,7 @@ def filled(num_slots: int = 2) -> tuple[StagingPool, torch.Tensor]:
     pool = StagingPool(num_slots=num_slots, slot_bytes=NUM_BYTES + 100, device=torch.device("cpu"))
     view = pool.view(1, NUM_BYTES)
     view[:NUM_BYTES] = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8)
-    seal(view, mark=MARK, pair_seq=5)
+    seal(view, mark=MARK, pair_seq=5, sums=checksum(view[:NUM_BYTES]))
     return pool, view
 
 
@@ -84,11 +85,25 @@ def test_blocks_travel_through_a_slot() -> None:
     source = torch.randn((3, 6, 2, 4, 16, 4), generator=generator)
     target = torch.zeros_like(source)
     pool = StagingPool(num_slots=1, slot_bytes=NUM_BYTES, device=torch.device("cpu"))
-    payload = pool.view(0, NUM_BYTES)[:NUM_BYTES]
+    view = pool.view(0, NUM_BYTES)
     away, home = torch.tensor([4], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
 
-    CacheAccess(source, NUM_BYTES).gather(away, (1, 3), (1, 3), payload)
-    CacheAccess(target, NUM_BYTES).scatter(home, (1, 3), (1, 3), payload)
+    CacheAccess(source, NUM_BYTES).pack(view, away, layers=(1, 3), heads=(1, 3), mark=MARK, pair_seq=1)
+    outcome = CacheAccess(target, NUM_BYTES).unpack(view, home, layers=(1, 3), heads=(1, 3), mark=MARK, pair_seq=1)
 
+    assert outcome is Outcome.OK
     assert torch.equal(target[1:3, 2, :, 1:3], source[1:3, 4, :, 1:3])
     assert int((target != 0).sum()) == source[1:3, 4, :, 1:3].numel()
+
+
+def test_a_damaged_payload_is_not_scattered() -> None:
+    target = torch.zeros((3, 6, 2, 4, 16, 4))
+    _, view = filled()
+    view[100] ^= 8
+
+    outcome = CacheAccess(target, NUM_BYTES).unpack(
+        view, torch.tensor([2], dtype=torch.int32), layers=(1, 3), heads=(1, 3), mark=MARK, pair_seq=5
+    )
+
+    assert outcome is Outcome.CORRUPT
+    assert not target.any()

@@ -28,7 +28,7 @@ class RMSNorm:
         return rms_norm(x_TC, self._weight, self._eps, backend=self._backend)
 
     def add(self, x_TC: Tensor, residual_TC: Tensor) -> Tensor:
-        """Add x to `residual_TC` in place and return the norm of the sum [T, C]."""
+        """Add x to `residual_TC` (fp32 or x's type) in place and return the norm of the sum [T, C] in x's type."""
         return rms_norm(x_TC, self._weight, self._eps, residual=residual_TC, backend=self._backend)
 
     def per_head(self, x_TNH: Tensor) -> Tensor:

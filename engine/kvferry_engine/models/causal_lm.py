@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvferry_engine.attention.metadata import AttentionMetadata
@@ -28,7 +29,7 @@ class DecoderLayer(Protocol):
     def slots(self, prefix: str) -> Slots: ...
 
     def __call__(
-        self, x_TC: Tensor | None, residual_TC: Tensor, cos_sin: Tensor, kv: Tensor, metadata: AttentionMetadata
+        self, x_TC: Tensor, residual_TC: Tensor, cos_sin: Tensor, kv: Tensor, metadata: AttentionMetadata
     ) -> Tensor: ...
 
 
@@ -60,12 +61,15 @@ class CausalLM:
             self._head.tie(self._embedding.weight_RC)
 
     def forward(self, token_ids_T: Tensor, kv_storage: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return the final hidden states [T, C]; writes keys and values into `kv_storage` [L, blocks, 2, K, slots, H]."""
-        residual_TC = self._embedding(token_ids_T)
-        x_TC = None
+        """Return the final hidden states [T, C]; writes keys and values into `kv_storage` [L, blocks, 2, K, slots, H].
+
+        The residual stream is fp32 whatever the model's type: it grows with depth (SmolLM2's reaches 24 900, where
+        neighbouring bf16 numbers are 128 apart), and it is only read and written by the norms.
+        """
+        x_TC = self._embedding(token_ids_T)
+        residual_TC = torch.zeros_like(x_TC, dtype=torch.float32)
         for layer, kv in zip(self._layers, kv_storage.unbind(0), strict=True):
             x_TC = layer(x_TC, residual_TC, self._cos_sin, kv, metadata)
-        assert x_TC is not None
         return self._norm.add(x_TC, residual_TC)
 
     def logits(self, hidden_nC: Tensor) -> Tensor | None:

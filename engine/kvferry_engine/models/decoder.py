@@ -96,12 +96,12 @@ class PreNormLayer:
         )
 
     def __call__(
-        self, x_TC: Tensor | None, residual_TC: Tensor, cos_sin: Tensor, kv: Tensor, metadata: AttentionMetadata
+        self, x_TC: Tensor, residual_TC: Tensor, cos_sin: Tensor, kv: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Return the MLP's output [T, C], not yet added to `residual_TC`, which is updated in place.
+        """Return the MLP's output [T, C], not yet added to `residual_TC` (fp32), which is updated in place.
 
-        `x_TC` is what the layer before has not added yet; None in the first layer.
+        `x_TC` is what the layer before has not added yet; the embedding in the first layer.
         """
-        normed = self._input_norm(residual_TC) if x_TC is None else self._input_norm.add(x_TC, residual_TC)
+        normed = self._input_norm.add(x_TC, residual_TC)
         attended = self._attention(normed, cos_sin, kv, metadata)
         return self._mlp(self._post_norm.add(attended, residual_TC))

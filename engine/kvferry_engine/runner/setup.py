@@ -97,7 +97,7 @@ def rank_device(device: Device, rank: int) -> torch.device:
 
 
 def model_dtype(requested: DType, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the type of weights, activations and KV cache. Raises ConfigError when the checkpoint's own cannot be computed in."""
+    """Return the type of weights, activations and KV cache. Raises ConfigError for one that cannot be used."""
     if requested is not DType.AUTO:
         return _DTYPES[requested.value]
     if model.dtype not in _DTYPES:

@@ -69,6 +69,8 @@ class TransferSettings:
     slot_bytes: int = 4 << 20
     min_remote_tokens: int = 128
     """Fewer missing tokens than this are computed here, unless ferrying is forced."""
+    max_start_s: float = 20.0
+    """A prompt for another engine that would start later than this is refused as busy."""
     times: TransferTimes = field(default_factory=TransferTimes)
 
 

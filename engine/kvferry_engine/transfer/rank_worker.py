@@ -163,7 +163,7 @@ class RankWorker:
             return
         transport, device_type = self._open[command.pair]
         view = self._receive_pools[device_type].view(command.slot, command.num_bytes)
-        staging.clear_trailer(view)
+        self._cache.clear(view)
         transport.post_recv(command.pair_seq, view)
 
     def _scatter(self, command: Scatter) -> None:
@@ -172,14 +172,14 @@ class RankWorker:
             return
         _, device_type = self._open[command.pair]
         view = self._receive_pools[device_type].view(command.slot, command.num_bytes)
-        outcome = staging.verify(view, mark=command.mark, pair_seq=command.pair_seq)
-        if outcome is Outcome.OK:
-            self._cache.scatter(
-                _block_ids(command.blocks),
-                (command.layer_start, command.layer_stop),
-                (command.head_start, command.head_stop),
-                view[: command.num_bytes],
-            )
+        outcome = self._cache.unpack(
+            view,
+            _block_ids(command.blocks),
+            layers=(command.layer_start, command.layer_stop),
+            heads=(command.head_start, command.head_stop),
+            mark=command.mark,
+            pair_seq=command.pair_seq,
+        )
         self._events.append(Scattered(command.pair, command.pair_seq, outcome))
 
     def _send(self, command: Send) -> None:
@@ -188,13 +188,14 @@ class RankWorker:
             return
         transport, device_type = self._open[command.pair]
         view = self._send_pools[device_type].view(command.slot, command.num_bytes)
-        self._cache.gather(
+        self._cache.pack(
+            view,
             _block_ids(command.blocks),
-            (command.layer_start, command.layer_stop),
-            (command.head_start, command.head_stop),
-            view[: command.num_bytes],
+            layers=(command.layer_start, command.layer_stop),
+            heads=(command.head_start, command.head_stop),
+            mark=command.mark,
+            pair_seq=command.pair_seq,
         )
-        staging.seal(view, mark=command.mark, pair_seq=command.pair_seq)
         transport.send(command.pair_seq, view)
 
 

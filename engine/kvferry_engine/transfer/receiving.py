@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry_engine.request import Sequence
 from kvferry_engine.transfer.inbound import Inbound
@@ -65,14 +65,13 @@ class Entry:
     granted_s: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ferried:
     """What a prompt report says about a finished transfer."""
 
     peer_name: str
     num_bytes: int
     exposed_s: float
-    reason: str = field(default="")
 
 
 class Receiving:
@@ -136,7 +135,6 @@ class Receiving:
         if entry is not None:
             self._feed(entry, OwnerAbort(reason), now)
             self._forget(entry)
-        self._reports.pop(handle, None)
 
     def report(self, handle: int) -> Ferried | None:
         """What is known about the finished transfer of a sequence; asked once."""
@@ -245,7 +243,6 @@ class Receiving:
         assert peer is not None
         entry.awaited = None
         if peer.refusal:
-            log.warning("peer refused boot=%s reason=%s", peer.boot, peer.refusal)
             return PeerRefused(peer.refusal)
         if peer.boot == self._context.settings.boot:
             return PeerRefused("that is this engine")
@@ -286,13 +283,11 @@ class Receiving:
         else:
             counters.transfer_failures += 1
             log.info("transfer ended handle=%d reason=%s blocks=%d", entry.sequence.handle, reason, receiver.watermark)
-        computed_s = receiver.done.compute_s if receiver.done is not None else 0.0
-        waited_s = now - receiver.started_s if receiver.started_s is not None else 0.0
+        exposed_s = now - entry.begun_s
+        if receiver.done is not None and receiver.started_s is not None:
+            exposed_s = max(now - receiver.started_s - receiver.done.compute_s, 0.0)
         self._reports[entry.sequence.handle] = Ferried(
-            peer_name=entry.peer_name,
-            num_bytes=entry.num_bytes,
-            exposed_s=max(waited_s - computed_s, 0.0),
-            reason=reason,
+            peer_name=entry.peer_name if entry.num_bytes else "", num_bytes=entry.num_bytes, exposed_s=exposed_s
         )
         while len(self._reports) > MAX_REPORTS:
             self._reports.popitem(last=False)

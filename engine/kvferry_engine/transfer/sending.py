@@ -29,7 +29,7 @@ from kvferry_engine.transfer.protocol.actions import (
     Tell,
     Tick,
 )
-from kvferry_engine.transfer.protocol.fairness import by_urgency
+from kvferry_engine.transfer.protocol.fairness import urgency
 from kvferry_engine.transfer.protocol.sender import NextChunk, Sender, SenderState
 from kvferry_engine.transfer.protocol.slices import ChunkRange
 from kvferry_engine.wire import messages as wire
@@ -81,6 +81,10 @@ class Sending:
         if refusal:
             self._context.link.send(boot, wire.Reject(tid=message.tid, message=refusal))
             return
+        estimate_s = self._context.estimate_start_s()
+        if estimate_s > settings.max_start_s:
+            self._context.link.send(boot, wire.Busy(tid=message.tid, retry_after_s=estimate_s - settings.max_start_s))
+            return
         root = message.root or namespace_root(message.lora_digest)
         have, want = message.have // block_size, message.upto // block_size
         transfer = Outgoing(
@@ -100,7 +104,7 @@ class Sending:
             self._context.link.send(boot, wire.Queued(tid=message.tid))
             self._feed(transfer, Progress(want, is_finished=True, cached_tokens=message.upto), now)
             return
-        if self._queue(transfer, message, root, now) and num_cached > have:
+        if self._queue(transfer, message, root, estimate_s, now) and num_cached > have:
             self._feed(transfer, Cached(num_cached), now)
 
     def _refusal(self, boot: str, message: wire.Prefill) -> str:
@@ -115,7 +119,7 @@ class Sending:
             return f"{asked} are not full blocks of {block_size} before the last token"
         return ""
 
-    def _queue(self, transfer: Outgoing, message: wire.Prefill, root: bytes, now: float) -> bool:
+    def _queue(self, transfer: Outgoing, message: wire.Prefill, root: bytes, estimate_s: float, now: float) -> bool:
         """Give the prompt to the scheduler; False when it can never run here (the peer is told)."""
         tokens = np.frombuffer(message.prompt_ids, dtype="<i4").astype(np.int32)
         sequence = Sequence(
@@ -135,7 +139,6 @@ class Sending:
             deadline_s=None if message.remaining_s is None else now + message.remaining_s,
         )
         boot = transfer.sender.boot
-        estimate_s = self._context.estimate_start_s()
         transfer.sequence = sequence
         self._by_handle[sequence.handle] = transfer
         try:
@@ -226,11 +229,11 @@ class Sending:
 
     def _pump(self, link: SenderLink, ranks: tuple[int, int], transfers: list[Outgoing], now: float) -> None:
         """Send chunks on one rank pair while credits and slots last, least work left first."""
-        by_sender = {id(transfer.sender): transfer for transfer in transfers}
         while self.outbound.can_send(link, ranks):
-            for sender in by_urgency([t.sender for t in transfers if t.sender.state is SenderState.SENDING], now):
-                chunk = sender.next_chunk(ranks, link.shapes.__getitem__)
-                if chunk is not None and self._send(link, by_sender[id(sender)], chunk, now):
+            sending = [transfer for transfer in transfers if transfer.sender.state is SenderState.SENDING]
+            for transfer in sorted(sending, key=lambda each: (urgency(each.sender, now), each.sender.tid)):
+                chunk = transfer.sender.next_chunk(ranks, link.shapes.__getitem__)
+                if chunk is not None and self._send(link, transfer, chunk, now):
                     break
             else:
                 return

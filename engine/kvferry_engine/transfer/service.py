@@ -6,6 +6,7 @@ prefills for another); neither blocks. Payloads travel in the ranks' transport t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from kvferry_engine.kv_cache.auditor import TransferClaim
@@ -17,6 +18,8 @@ from kvferry_engine.transfer.ports import TransferContext
 from kvferry_engine.transfer.receiving import Receiving
 from kvferry_engine.transfer.sending import Sending
 from kvferry_engine.wire import messages as wire
+
+log = logging.getLogger(__name__)
 
 
 class TransferService:
@@ -104,7 +107,9 @@ class TransferService:
     def peer_up(self, boot: str, hello: wire.Hello, address: str) -> None:
         """A peer engine said HELLO; `address` is what was dialled, empty when it dialled this engine."""
         now = self._clock()
-        self._peers.up(boot, hello, address)
+        peer = self._peers.up(boot, hello, address)
+        if peer.refusal:
+            log.warning("no KV with peer boot=%s name=%s reason=%s", boot, peer.name, peer.refusal)
         self._receiving.peer_up(boot, now)
         self._settle(now)
 

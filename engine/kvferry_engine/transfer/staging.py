@@ -7,11 +7,14 @@ or belongs elsewhere shows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from kvferry_engine.transfer.protocol.actions import Outcome
-from kvferry_kernels.staging import checksum, gather_blocks, scatter_blocks
+from kvferry_kernels.staging import checksum, gather_blocks_checksum, scatter_blocks
 
 TRAILER_BYTES = 32
 TOMBSTONE_BYTES = 1
@@ -32,70 +35,84 @@ class StagingPool:
         return self._memory[slot, : num_bytes + TRAILER_BYTES]
 
 
-def _trailer(payload: Tensor) -> Tensor:
-    return payload[-TRAILER_BYTES:]
-
-
-def clear_trailer(payload: Tensor) -> None:
+def clear_trailer(view: Tensor) -> None:
     """Prepare a slot's view for a receive."""
-    _trailer(payload).zero_()
+    view[-TRAILER_BYTES:].zero_()
 
 
-def seal(payload: Tensor, *, mark: int, pair_seq: int) -> None:
-    """Write the trailer of a gathered payload (view with trailer)."""
-    words = torch.tensor([mark, pair_seq, *checksum(payload[:-TRAILER_BYTES])], dtype=torch.int64)
-    _trailer(payload).copy_(words.view(torch.uint8))
+def seal(view: Tensor, *, mark: int, pair_seq: int, sums: tuple[int, int]) -> None:
+    """Write the trailer behind a gathered payload whose checksum is `sums`."""
+    words = torch.tensor([mark, pair_seq, *sums], dtype=torch.int64)
+    view[-TRAILER_BYTES:].copy_(words.view(torch.uint8))
 
 
-def verify(payload: Tensor, *, mark: int, pair_seq: int) -> Outcome:
+def verify(view: Tensor, *, mark: int, pair_seq: int) -> Outcome:
     """Say what a received view holds: OK, TOMBSTONE or CORRUPT."""
-    words = _trailer(payload).cpu().clone().view(torch.int64).tolist()
+    words = view[-TRAILER_BYTES:].cpu().clone().view(torch.int64).tolist()
     if not any(words):
         return Outcome.TOMBSTONE
-    if words[0] != mark or words[1] != pair_seq or tuple(words[2:]) != tuple(checksum(payload[:-TRAILER_BYTES])):
+    if words[0] != mark or words[1] != pair_seq or tuple(words[2:]) != checksum(view[:-TRAILER_BYTES]):
         return Outcome.CORRUPT
     return Outcome.OK
 
 
 class CacheAccess:
-    """Copies between the rank's KV storage and staging views; host staging of a GPU cache goes through one device buffer.
+    """Moves blocks between the rank's KV storage and staging views, checksums included.
 
-    storage: [num_layers, num_blocks, 2, kv_heads_of_rank, block_size, head_dim]. On a GPU the copies run on their own stream,
-    so that they do not wait for the step that is in flight, and are complete when the method returns.
+    storage: [num_layers, num_blocks, 2, kv_heads_of_rank, block_size, head_dim]. On a GPU everything runs on a stream of its own,
+    so that it does not wait for the step in flight, and is complete when a method returns; host views go through one
+    device buffer of a slot's size.
     """
 
     def __init__(self, storage: Tensor, slot_bytes: int) -> None:
-        self.storage = storage
-        self._is_cuda = storage.is_cuda
-        self._stream = torch.cuda.Stream(storage.device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._bounce = torch.empty(slot_bytes, dtype=torch.uint8, device=storage.device) if self._is_cuda else None
+        self._storage = storage
+        self._stream: torch.cuda.Stream | None = None
+        self._bounce: Tensor | None = None
+        if storage.is_cuda:
+            self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]
+            self._bounce = torch.empty(slot_bytes, dtype=torch.uint8, device=storage.device)
 
-    def gather(self, blocks: Tensor, layers: tuple[int, int], heads: tuple[int, int], payload: Tensor) -> None:
-        """Copy blocks (int32 [n], CPU) into `payload` (view without trailer), order [layer][block][2][head][slot][dim]."""
+    def clear(self, view: Tensor) -> None:
+        """Prepare a view for a receive."""
+        with self._on_stream():
+            clear_trailer(view)
+
+    def pack(
+        self, view: Tensor, blocks: Tensor, *, layers: tuple[int, int], heads: tuple[int, int], mark: int, pair_seq: int
+    ) -> None:
+        """Copy blocks (int32 [n], CPU) into a view, order [layer][block][2][head][slot][dim], and add the trailer."""
+        payload = view[:-TRAILER_BYTES]
+        with self._on_stream():
+            buffer = self._beside_storage(payload)
+            _, sums = gather_blocks_checksum(self._storage, blocks.to(buffer.device), layers, heads, buffer)
+            if buffer is not payload:
+                payload.copy_(buffer)
+            seal(view, mark=mark, pair_seq=pair_seq, sums=sums)
+
+    def unpack(
+        self, view: Tensor, blocks: Tensor, *, layers: tuple[int, int], heads: tuple[int, int], mark: int, pair_seq: int
+    ) -> Outcome:
+        """Verify a received view and, only if it is what was announced, copy it into blocks (int32 [n], CPU)."""
+        payload = view[:-TRAILER_BYTES]
+        with self._on_stream():
+            outcome = verify(view, mark=mark, pair_seq=pair_seq)
+            if outcome is Outcome.OK:
+                buffer = self._beside_storage(payload)
+                if buffer is not payload:
+                    buffer.copy_(payload)
+                scatter_blocks(buffer, self._storage, blocks.to(buffer.device), layers, heads)
+        return outcome
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
-            gather_blocks(self.storage, blocks, layers=layers, heads=heads, out=payload)
+            yield
             return
         with torch.cuda.stream(self._stream):
-            target = self._on_device(payload)
-            gather_blocks(self.storage, blocks.to(self.storage.device), layers=layers, heads=heads, out=target)
-            if target is not payload:
-                payload.copy_(target, non_blocking=True)
+            yield
         self._stream.synchronize()
 
-    def scatter(self, blocks: Tensor, layers: tuple[int, int], heads: tuple[int, int], payload: Tensor) -> None:
-        """Inverse of `gather`."""
-        if self._stream is None:
-            scatter_blocks(payload, self.storage, blocks, layers=layers, heads=heads)
-            return
-        with torch.cuda.stream(self._stream):
-            source = self._on_device(payload)
-            if source is not payload:
-                source.copy_(payload, non_blocking=True)
-            scatter_blocks(source, self.storage, blocks.to(self.storage.device), layers=layers, heads=heads)
-        self._stream.synchronize()
-
-    def _on_device(self, payload: Tensor) -> Tensor:
-        if payload.is_cuda:
+    def _beside_storage(self, payload: Tensor) -> Tensor:
+        if self._bounce is None or payload.is_cuda:
             return payload
-        assert self._bounce is not None
         return self._bounce[: payload.numel()]

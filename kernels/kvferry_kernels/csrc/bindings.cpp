@@ -77,7 +77,7 @@ void attention(at::Tensor& out, const at::Tensor& q, const at::Tensor& kv, const
   kernels().attention(dtype_of(q.scalar_type()), a, q.const_data_ptr(), kv.const_data_ptr(), out.mutable_data_ptr());
 }
 
-// x [T, C] -> out [T, C]; with residual: residual += x first, the norm is of the sum.
+// x [T, C] -> out [T, C]; with residual (x's dtype or fp32): residual += x first, the norm is of the sum.
 void rms_norm(at::Tensor& out, const at::Tensor& x, const at::Tensor& weight, double eps, const std::optional<at::Tensor>& residual) {
   check(x, x.scalar_type(), 2, "x");
   check(out, x.scalar_type(), 2, "out");
@@ -86,13 +86,15 @@ void rms_norm(at::Tensor& out, const at::Tensor& x, const at::Tensor& weight, do
   TORCH_CHECK(out.is_contiguous() && weight.is_contiguous(), "out and weight must be contiguous");
   TORCH_CHECK(weight.size(0) == x.size(1), "weight has ", weight.size(0), " elements, expected ", x.size(1));
   void* residual_data = nullptr;
+  bool is_residual_fp32 = false;
   if (residual.has_value()) {
-    check(*residual, x.scalar_type(), 2, "residual");
+    is_residual_fp32 = residual->scalar_type() == at::kFloat;
+    check(*residual, is_residual_fp32 ? at::kFloat : x.scalar_type(), 2, "residual");
     TORCH_CHECK(residual->is_contiguous() && residual->sizes() == x.sizes(), "residual must be contiguous and of x's shape");
     residual_data = residual->mutable_data_ptr();
   }
-  kernels().rms_norm(dtype_of(x.scalar_type()), x.size(0), x.size(1), x.stride(0), static_cast<float>(eps), x.const_data_ptr(),
-                     weight.const_data_ptr(), residual_data, out.mutable_data_ptr());
+  kernels().rms_norm(dtype_of(x.scalar_type()), is_residual_fp32, x.size(0), x.size(1), x.stride(0), static_cast<float>(eps),
+                     x.const_data_ptr(), weight.const_data_ptr(), residual_data, out.mutable_data_ptr());
 }
 
 // x [T, 2 I] -> out [T, I] = silu(x[:, :I]) * x[:, I:]

@@ -59,8 +59,8 @@ struct RopeArguments {
 struct Kernels {
   const char* name;
   void (*attention)(DType, const AttentionArguments&, const void* q, const void* kv, void* out);
-  void (*rms_norm)(DType, int64_t rows, int64_t width, int64_t x_stride, float eps, const void* x, const void* weight, void* residual,
-                   void* out);
+  void (*rms_norm)(DType, bool is_residual_fp32, int64_t rows, int64_t width, int64_t x_stride, float eps, const void* x,
+                   const void* weight, void* residual, void* out);
   void (*silu_mul)(DType, int64_t rows, int64_t width, const void* x, void* out);
   void (*rope_and_write)(DType, const RopeArguments&, void* q, const void* k, const void* v, void* kv);
   void (*gumbel_argmax)(int64_t rows, int64_t vocab, int64_t stride, const float* logits, const int64_t* seeds, const int64_t* positions,

@@ -8,6 +8,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -29,20 +30,12 @@ constexpr int64_t kRowBlock = 4;
 constexpr int64_t kChunk = 32;  // head dimensions per register block
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
+// std::bit_cast keeps what the compiler knows about aliasing; memcpy would stop it from vectorising loops that store.
 inline float load(const float* p) { return *p; }
-inline float load(const c10::BFloat16* p) {
-  uint16_t bits;
-  std::memcpy(&bits, p, 2);
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
-}
+inline float load(const c10::BFloat16* p) { return std::bit_cast<float>(static_cast<uint32_t>(p->x) << 16); }
 inline float load(const c10::Half* p) {
 #if defined(__F16C__)
-  _Float16 value;
-  std::memcpy(&value, p, 2);
-  return static_cast<float>(value);
+  return static_cast<float>(std::bit_cast<_Float16>(p->x));
 #else
   return static_cast<float>(*p);
 #endif
@@ -50,13 +43,17 @@ inline float load(const c10::Half* p) {
 
 inline void store(float* p, float value) { *p = value; }
 inline void store(c10::BFloat16* p, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);  // to nearest even
-  const uint16_t half = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0 : static_cast<uint16_t>(rounded >> 16);
-  std::memcpy(p, &half, 2);
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // to nearest even
+  p->x = static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
-inline void store(c10::Half* p, float value) { *p = c10::Half(value); }
+inline void store(c10::Half* p, float value) {
+#if defined(__F16C__)
+  p->x = std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+#else
+  *p = c10::Half(value);
+#endif
+}
 
 template <typename T>
 inline void load_row(float* __restrict__ to, const T* __restrict__ from, int64_t count) {
@@ -76,9 +73,7 @@ inline float exp_nonpositive(float x) {
   p = std::fma(p, r, 1.6666665459e-1f);
   p = std::fma(p, r, 5.0000001201e-1f);
   const float y = std::fma(p * r, r, r) + 1.0f;
-  const int32_t exponent = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &exponent, 4);
+  const float power = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
   return x < -87.0f ? 0.0f : y * power;
 }
 
@@ -276,29 +271,29 @@ void attention_typed(const AttentionArguments& a, const T* q, const T* kv, T* ou
 
 // --- small operators ----------------------------------------------------------------------------------------------------
 
-template <typename T>
-void rms_norm_typed(int64_t rows, int64_t width, int64_t x_stride, float eps, const T* x, const T* weight, T* residual, T* out) {
+template <typename T, typename R>
+void rms_norm_typed(int64_t rows, int64_t width, int64_t x_stride, float eps, const T* x, const T* weight, R* residual, T* out) {
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(width, 1));
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer(width);
     float* __restrict__ row = buffer.data();
     for (int64_t t = begin; t < end; ++t) {
-      const T* from = x + t * x_stride;
+      load_row(row, x + t * x_stride, width);
       if (residual != nullptr) {
-        T* sum = residual + t * width;
-        for (int64_t i = 0; i < width; ++i) store(sum + i, load(sum + i) + load(from + i));
-        from = sum;
+        R* __restrict__ sum = residual + t * width;
+        for (int64_t i = 0; i < width; ++i) {
+          R total;
+          store(&total, load(sum + i) + row[i]);
+          sum[i] = total;
+          row[i] = load(&total);
+        }
       }
-      load_row(row, from, width);
       float squares = 0.0f;
       for (int64_t i = 0; i < width; ++i) squares += row[i] * row[i];
       const float factor = 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
-      T* to = out + t * width;
-      for (int64_t i = 0; i < width; ++i) {
-        T rounded;  // the normalised value takes the model's dtype before the weight multiplies it, as transformers does
-        store(&rounded, row[i] * factor);
-        store(to + i, load(&rounded) * load(weight + i));
-      }
+      T* __restrict__ to = out + t * width;
+      const T* __restrict__ scale = weight;
+      for (int64_t i = 0; i < width; ++i) store(to + i, row[i] * factor * load(scale + i));
     }
   });
 }
@@ -315,9 +310,7 @@ void silu_mul_typed(int64_t rows, int64_t width, const T* x, T* out) {
         const float g = load(gate + i);
         const float e = exp_nonpositive(-std::fabs(g));
         const float sigmoid = g >= 0.0f ? 1.0f / (1.0f + e) : e / (1.0f + e);
-        T rounded;  // silu's result takes the model's dtype before the product, as the unfused operators do
-        store(&rounded, g * sigmoid);
-        store(to + i, load(&rounded) * load(up + i));
+        store(to + i, g * sigmoid * load(up + i));
       }
     }
   });
@@ -414,12 +407,17 @@ void attention(DType dtype, const AttentionArguments& a, const void* q, const vo
   });
 }
 
-void rms_norm(DType dtype, int64_t rows, int64_t width, int64_t x_stride, float eps, const void* x, const void* weight, void* residual,
-              void* out) {
+void rms_norm(DType dtype, bool is_residual_fp32, int64_t rows, int64_t width, int64_t x_stride, float eps, const void* x,
+              const void* weight, void* residual, void* out) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    rms_norm_typed<T>(rows, width, x_stride, eps, static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(residual),
-                      static_cast<T*>(out));
+    const T* from = static_cast<const T*>(x);
+    const T* scale = static_cast<const T*>(weight);
+    if (is_residual_fp32) {
+      rms_norm_typed<T, float>(rows, width, x_stride, eps, from, scale, static_cast<float*>(residual), static_cast<T*>(out));
+    } else {
+      rms_norm_typed<T, T>(rows, width, x_stride, eps, from, scale, static_cast<T*>(residual), static_cast<T*>(out));
+    }
   });
 }
 

@@ -6,6 +6,7 @@ on neither the batch nor the device, and the launch grid only on shapes: a captu
 
 # Kernels are typed by Triton, from the arguments of each launch.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ def rms_norm(
     """Return x / sqrt(mean(x²) + eps) * weight, contiguous in the dtype of x; the arithmetic is fp32.
 
     x [T, C], or [T, H, C] for norms per head, where tokens may be strided (a view of the merged qkv). weight [C] of any
-    float dtype. With residual [T, C] (contiguous, dtype of x), `residual += x` happens in place, rounded to its dtype, and the
-    norm is that of the new residual.
+    float dtype. With residual [T, C] (contiguous, dtype of x or fp32), `residual += x` happens in place, rounded to its
+    dtype, and the norm is that of the new residual.
     """
     match choose(backend, x):
         case Backend.CPU:

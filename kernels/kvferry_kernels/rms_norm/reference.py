@@ -8,8 +8,8 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
     """See `rms_norm.rms_norm`."""
-    if residual is not None:
-        residual.copy_(residual.float() + x.float())
-        x = residual
     values = x.float()
+    if residual is not None:
+        residual.copy_(residual.float() + values)
+        values = residual.float()
     return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)

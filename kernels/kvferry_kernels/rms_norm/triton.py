@@ -2,6 +2,7 @@
 
 # Kernels are typed by Triton, from the arguments of each launch.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def rms_norm_kernel(
     """Normalise ROWS rows; program (row tile).
 
     out [R, C]; x [T, H, C] with stride_token elements between tokens and R = T * H rows, H = rows_per_token; weight [C];
-    residual [R, C] or None, which becomes residual + x. num_rows = R; WIDTH = C, padded to a power of two.
+    residual [R, C] of any float type or None, which becomes residual + x. num_rows = R; WIDTH = C, padded to a power of two.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED_WIDTH)
@@ -104,7 +105,7 @@ def variants(arch: Arch) -> list[Variant]:
 def _variant(width: int, dtype: torch.dtype, has_residual: bool) -> Variant:
     rows, launch = rows_and_launch(width)
     name = "*" + TRITON_TYPES[dtype]
-    types = {"out": name, "x": name, "weight": name, "residual": name, "num_rows": "i32", "rows_per_token": "i32"}
+    types = {"out": name, "x": name, "weight": name, "residual": "*fp32", "num_rows": "i32", "rows_per_token": "i32"}
     types |= {"stride_token": "i32", "eps": "fp32"}
     constants = {"WIDTH": width, "PADDED_WIDTH": triton.next_power_of_2(width), "ROWS": rows}
     if not has_residual:
@@ -112,7 +113,7 @@ def _variant(width: int, dtype: torch.dtype, has_residual: bool) -> Variant:
         del types["residual"]
     return Variant(
         kernel=rms_norm_kernel,
-        label=f"C{width} {TRITON_TYPES[dtype]}{' residual' if has_residual else ''}",
+        label=f"C{width} {TRITON_TYPES[dtype]}{' fp32 residual' if has_residual else ''}",
         types=types,
         constants=constants,
         launch=launch,

@@ -1,4 +1,4 @@
-"""Rotary embedding and cache write on CPUs with few, large torch operators.
+"""Rotary embedding and cache write on CPUs: the C++ extension, else few, large torch operators.
 
 Queries, keys and values that are views of one merged qkv are treated as one tensor: one rotation, one cache write.
 """
@@ -8,11 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvferry_kernels import extension
+
 
 def rope_and_write(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, kv: Tensor, slots: Tensor
 ) -> None:
     """See `rope_kv.rope_and_write`."""
+    head_dim = q.shape[2]
+    is_dense = all(tensor.stride(2) == 1 and tensor.stride(1) == head_dim for tensor in (q, k, v))
+    if is_dense and cos_sin.is_contiguous() and extension.is_available():
+        torch.ops.kvferry.rope_and_write(q, k, v, positions, cos_sin, kv, slots)
+        return
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
     merged = _joined(q, k)
     if merged is None:

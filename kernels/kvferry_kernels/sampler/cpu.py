@@ -17,9 +17,9 @@ SEGMENT = 64
 # Largest Gumbel number of 23-bit uniforms, -log(-log(1 - 2**-24)), and room for the rounding of fp32 logits.
 GUMBEL_BOUND = 16.6356 + 0.1
 # A row whose candidate segments are more than one in this many is drawn without picking candidates.
-DENSE_SHARE = 4
-# Sizes of the sorted head of a distribution that top-p tries before it looks at the rest.
-NUCLEUS_HEADS = (64, 512)
+DENSE_SHARE = 2
+# Size of the sorted head of a distribution that top-p tries before it looks at the rest.
+NUCLEUS_HEAD = 128
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -41,20 +41,25 @@ def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     # The likeliest id's score bounds which other ids are worth a random number.
     thresholds = maxima.amax(-1) + gumbel(keys, best_ids) - GUMBEL_BOUND
     candidates = maxima >= thresholds[:, None]
-    drawn = torch.empty(batch, dtype=torch.int64)
-    for row, count in enumerate(candidates.sum(1).tolist()):
-        if count * DENSE_SHARE > maxima.shape[1]:
-            ids = torch.arange(vocab_size)
-            scores = logits[row] + gumbel(keys[row], ids)
-        else:
-            chosen = candidates[row].nonzero().squeeze(1)
-            ids = (chosen[:, None] * SEGMENT + torch.arange(SEGMENT)).view(-1)
-            values = segments[row].index_select(0, chosen).view(-1)
-            kept = (values >= thresholds[row]).nonzero().squeeze(1)
-            ids = ids[kept]
-            scores = values[kept] + gumbel(keys[row], ids)
-        drawn[row] = ids[scores.argmax()]
+    is_dense = candidates.sum(1) * DENSE_SHARE > maxima.shape[1]
+    candidates &= ~is_dense[:, None]
+    drawn = _draw_candidates(segments, candidates, thresholds, keys)
+    for row in is_dense.nonzero().squeeze(1).tolist():
+        drawn[row] = (logits[row] + gumbel(keys[row], torch.arange(vocab_size))).argmax()
     return drawn
+
+
+def _draw_candidates(segments: Tensor, candidates: Tensor, thresholds: Tensor, keys: Tensor) -> Tensor:
+    """Draw from the values above their row's threshold in candidate segments [B, n] of all rows at once, ids [B] int64."""
+    batch, last_id = candidates.shape[0], candidates.shape[1] * SEGMENT
+    rows, segment_ids = candidates.nonzero(as_tuple=True)
+    values = segments[rows, segment_ids]
+    picked, within = (values >= thresholds[rows][:, None]).nonzero(as_tuple=True)
+    rows, ids = rows[picked], segment_ids[picked] * SEGMENT + within
+    scores = values[picked, within] + gumbel(keys[rows], ids)
+    best = torch.full((batch,), float("-inf")).scatter_reduce_(0, rows, scores, "amax")
+    ids = torch.where(scores == best[rows], ids, last_id)
+    return torch.full((batch,), last_id).scatter_reduce_(0, rows, ids, "amin")
 
 
 def top_k_top_p_min_p(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
@@ -105,14 +110,12 @@ def _nucleus(segments: Tensor, maxima: Tensor, threshold: Tensor, p: float) -> T
     top = maxima.amax()
     values = _at_least(segments, maxima, threshold)
     wanted = _mass(values, top) * p
-    for size in NUCLEUS_HEADS:
-        if size >= values.numel():
-            break
-        head = _largest(segments, maxima, size)
+    if values.numel() > NUCLEUS_HEAD:
+        head = _largest(segments, maxima, NUCLEUS_HEAD)
         if _mass(head, top) >= wanted:
             return _first_reaching(head, top, wanted)
     # Quickselect by mass: keep the half in which the running mass passes what is wanted, until little is left to sort.
-    while values.numel() > NUCLEUS_HEADS[-1]:
+    while values.numel() > NUCLEUS_HEAD:
         pivot = values.mean()
         upper = values[values > pivot]
         if upper.numel() in (0, values.numel()):

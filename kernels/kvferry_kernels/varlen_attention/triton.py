@@ -7,6 +7,7 @@ left edge and at the diagonal carry one.
 
 # Kernels are typed by Triton, from the arguments of each launch.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ Shortest remaining first keeps small prompts from queueing behind a very long on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvferry_engine.transfer.protocol.sender import Sender
 
 HALVE_AFTER_S = 0.1
@@ -16,8 +14,3 @@ HALVE_AFTER_S = 0.1
 def urgency(sender: Sender, now: float) -> float:
     """Smaller goes first. Blocks left, divided by a term that grows with the time since the last chunk."""
     return sender.num_blocks_left / (1.0 + max(now - sender.last_sent_s, 0.0) / HALVE_AFTER_S)
-
-
-def by_urgency(senders: Iterable[Sender], now: float) -> list[Sender]:
-    """Senders in the order in which they should get the next chunk."""
-    return sorted(senders, key=lambda sender: (urgency(sender, now), sender.tid))
