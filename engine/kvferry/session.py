@@ -15,6 +15,7 @@ from kvferry.params import SamplingParams
 from kvferry_engine.assembly import EngineParts
 from kvferry_engine.wire import messages as wire
 from kvferry_engine.wire.packing import pack_ids, unpack_ids
+from kvferry_server.settings import ContentFormat
 from kvferry_server.text.detokenizer import Detokenizer
 from kvferry_server.text.messages import normalise_messages
 from kvferry_server.text.stop_strings import StopStrings
@@ -22,6 +23,7 @@ from kvferry_server.text.templates import ChatTemplateOptions, ChatTemplates
 from kvferry_server.text.tokenizer import ModelTokenizer
 
 ORIGIN = "program"
+RENDER_TIMEOUT_S = 30.0
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
@@ -55,7 +57,9 @@ class Session:
         self._max_model_len = parts.model_info.max_model_len
         self.boot = "program"
         self.tokenizer = ModelTokenizer(parts.assets)
-        self._templates = ChatTemplates(parts.assets, override=chat_template)
+        self._templates = ChatTemplates(
+            parts.assets, override=chat_template, content_format=ContentFormat.AUTO, timeout_s=RENDER_TIMEOUT_S
+        )
         self._running: dict[str, Request] = {}
         self._by_slot: dict[int, Request] = {}
 
@@ -83,7 +87,7 @@ class Session:
         self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Return the ids of a chat, ready for the answer. Raises the template's error."""
-        options = ChatTemplateOptions(kwargs=dict(template_kwargs or {}))
+        options = ChatTemplateOptions(variables=dict(template_kwargs or {}))
         compiled = self._templates.prepare(options)
         normal = normalise_messages(
             messages, content_format=compiled.content_format, knows_developer_role=compiled.knows_developer_role

@@ -55,6 +55,7 @@ class Transfer(Protocol):
 
     def is_busy(self) -> bool:
         """True while transfers are under way, so that the idle wait stays short."""
+        ...
 
     def next_timer_s(self, now: float) -> float | None: ...
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry_engine.errors import ConfigError, PortInUseError
@@ -125,9 +126,10 @@ class Network:
         if self._keys:
             sockets.secure_server(self._server, self._keys[0])
         self._host = host
+        self._server.setsockopt(zmq.IPV6, int(":" in host))
         self.port = self._bind(port)
         # Peers that dial while the model loads shall be refused, not kept waiting in a queue with half a conversation.
-        self._server.unbind(self._server.LAST_ENDPOINT)
+        self._server.unbind(self._endpoint())
         self._by_identity: dict[bytes, _Route] = {}
         self._by_address: dict[str, _Route] = {}
         self._by_boot: dict[str, list[_Route]] = {}
@@ -149,9 +151,12 @@ class Network:
                     f"port {port} on {self._host} is in use; stop what listens there or choose another --port"
                 ) from error
             raise ConfigError(f"cannot bind the wire to {self._host}:{port}: {error.strerror}") from error
+        return int(self._endpoint().rsplit(":", 1)[1])
+
+    def _endpoint(self) -> str:
         endpoint = self._server.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
-        return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+        return endpoint.rstrip(b"\0").decode()
 
     def start(self) -> None:
         """Begin to answer peers. Raises PortInUseError when somebody took the port meanwhile."""
@@ -253,7 +258,7 @@ class Network:
     def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
         frames = zap.recv_multipart()
         version, request_id, mechanism = frames[0], frames[1], frames[5]
-        client_key = zmq.utils.z85.encode(frames[6]) if mechanism == b"CURVE" and len(frames) > 6 else b""
+        client_key = z85.encode(frames[6]) if mechanism == b"CURVE" and len(frames) > 6 else b""
         is_admitted = any(client_key == key.public for key in self._keys)
         status = (b"200", b"OK") if is_admitted else (b"400", b"unknown key")
         zap.send_multipart([version, request_id, *status, b"", b""])
@@ -334,6 +339,7 @@ class Network:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         sockets.prepare(socket)
         socket.setsockopt(zmq.IDENTITY, self._boot.encode())
+        socket.setsockopt(zmq.IPV6, int(address.startswith("[")))
         if self._keys:
             sockets.secure_client(socket, self._keys[key_index % len(self._keys)])
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket()

@@ -106,9 +106,7 @@ def _run_all(commands: list[list[str]]) -> None:
     for process in running:
         output, _ = process.communicate()
         if process.returncode:
-            raise RuntimeError(
-                f"{process.args[-3] if isinstance(process.args, list) else process.args}: {output[-4000:]}"
-            )
+            raise RuntimeError(output[-4000:])
 
 
 def main() -> int:

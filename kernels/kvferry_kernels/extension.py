@@ -20,7 +20,7 @@ def is_available() -> bool:
         log.info("cpu extension absent path=%s", path.name)
         return False
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]  # torch does not annotate it
     except OSError as error:
         log.warning("cpu extension does not load path=%s error=%s", path.name, error)
         return False

@@ -7,7 +7,7 @@ It never sees engines, connections or retries. `routing.dispatcher` is the real 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry_engine.wire.assets import AssetBundle
@@ -46,7 +46,10 @@ class TokenEvent:
 
 
 class Generation(Protocol):
-    """A running request. Iterate it for events until every sequence has a `finish`; always `aclose` it (aborts what still runs)."""
+    """A running request.
+
+    Iterate its events until every sequence has a `finish`; always `aclose` it (aborts what still runs).
+    """
 
     @property
     def decode_engine(self) -> str: ...
@@ -79,16 +82,7 @@ class Gateway(Protocol):
     async def submit(self, request: EngineRequest) -> Generation:
         """Start a request and return once an engine accepted it.
 
-        Raises errors.ApiError subclasses: rejected by the engine (400/501), queue limits (429/503 with retry_after_s), no usable engine (503).
+        Raises errors.ApiError subclasses: rejected by the engine (400/501), queue limits (429/503 with retry_after_s), no
+        usable engine (503).
         """
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestTiming:
-    """Where a request's time went, in seconds; filled by the dialects for metrics and headers."""
-
-    received_s: float
-    submitted_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    report: PromptReport | None = field(default=None)
+        ...

@@ -134,8 +134,14 @@ def test_what_can_never_run_is_refused_with_a_reason(prompt: list[int], count: i
 
 
 def test_a_torn_id_column_is_refused() -> None:
-    message = wire.Submit(rid="r", attempt=0, engine_boot="b", prompt_ids=b"abc", sequences=[wire.SubmitSequence(index=0, seed=1)],
-                          sampling=wire.Sampling(max_tokens=1))  # fmt: skip
+    message = wire.Submit(
+        rid="r",
+        attempt=0,
+        engine_boot="b",
+        prompt_ids=b"abc",
+        sequences=[wire.SubmitSequence(index=0, seed=1)],
+        sampling=wire.Sampling(max_tokens=1),
+    )
 
     answer = Bench().core.submit("router", message)
 

@@ -93,8 +93,18 @@ class Bench:
             clock=lambda: self.now,
         )
 
-    def submit(self, rid: str, prompt: list[int], count: int, *, origin: str = "router", attempt: int = 0, seeds: tuple[int, ...] = (1,),
-               emitted: list[int] | None = None, remaining_s: float | None = None) -> wire.Accepted | wire.Rejected:  # fmt: skip
+    def submit(
+        self,
+        rid: str,
+        prompt: list[int],
+        count: int,
+        *,
+        origin: str = "router",
+        attempt: int = 0,
+        seeds: tuple[int, ...] = (1,),
+        emitted: list[int] | None = None,
+        remaining_s: float | None = None,
+    ) -> wire.Accepted | wire.Rejected:
         sequences = [
             wire.SubmitSequence(index=i, seed=seed, emitted_ids=pack_ids(emitted or [])) for i, seed in enumerate(seeds)
         ]

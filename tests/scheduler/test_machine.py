@@ -421,7 +421,7 @@ def run_machine(max_examples: int, step_count: int) -> None:
 
 
 def test_random_lives_leak_nothing_and_end_with_the_right_tokens() -> None:
-    run_machine(max_examples=40, step_count=30)
+    run_machine(max_examples=15, step_count=30)
 
 
 @pytest.mark.slow

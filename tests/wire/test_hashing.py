@@ -26,7 +26,13 @@ def test_hashes_can_be_continued_from_the_last_known_block() -> None:
 
 
 def test_namespaces_do_not_mix() -> None:
-    roots = {namespace_root(), namespace_root("a"), namespace_root("", "a"), namespace_root("", "", ("a",)), namespace_root("a", "b"),
-             namespace_root("ab", "")}  # fmt: skip
+    roots = {
+        namespace_root(),
+        namespace_root("a"),
+        namespace_root("", "a"),
+        namespace_root("", "", ("a",)),
+        namespace_root("a", "b"),
+        namespace_root("ab", ""),
+    }
 
     assert len(roots) == 6

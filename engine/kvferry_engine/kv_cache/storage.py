@@ -74,7 +74,7 @@ def allocate(layout: StorageLayout, num_blocks: int, device: torch.device) -> Te
             flat = np.zeros(num_blocks * layout.bytes_per_block, dtype=np.uint8)
             return torch.from_numpy(flat).view(layout.dtype).view(shape)
         return torch.zeros(shape, dtype=layout.dtype, device=device)
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError, ValueError) as error:
         size = num_blocks * layout.bytes_per_block
         raise OutOfMemoryError(
             f"{size / 2**30:.2f} GiB for {num_blocks} KV blocks cannot be allocated on {device}; lower --kv-cache-memory-bytes"

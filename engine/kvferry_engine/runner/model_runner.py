@@ -37,6 +37,7 @@ class Sampler(Protocol):
 
         `positions[i]` is the index of the token to sample in prompt + output; it can be ahead of what the sequence knows.
         """
+        ...
 
     def forget(self, handles: list[int]) -> None:
         """Drop state of sequences that ended."""

@@ -39,6 +39,7 @@ class RankService(Protocol):
 
     def poll(self) -> list[bytes]:
         """Do what is due and return reports for rank 0."""
+        ...
 
     def close(self) -> None:
         """The rank stops."""

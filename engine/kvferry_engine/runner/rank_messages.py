@@ -17,7 +17,10 @@ class RankMessage(msgspec.Struct, tag_field="t", array_like=True, frozen=True):
 
 
 class Setup(RankMessage, tag="setup", frozen=True):
-    """First message: who the rank is. Ranks meet at the file `store_path`; `service` is module:function of a factory, or empty."""
+    """First message: who the rank is.
+
+    Ranks meet at the file `store_path`; `service` is module:function of a factory, or empty.
+    """
 
     rank: int
     size: int

@@ -54,7 +54,8 @@ class StepResult:
 
 
 class SequenceUpdate(msgspec.Struct, kw_only=True, eq=False):
-    """What a retired step changed for one sequence. A msgspec struct, since a step makes one per row: 0.09 us against 0.55."""
+    """What a retired step changed for one sequence. A msgspec struct, since a step
+    makes one per row: 0.09 us against 0.55 for a dataclass (Python 3.11, x86)."""
 
     sequence: Sequence
     token_ids: list[int]

@@ -16,13 +16,8 @@ from datetime import timedelta
 from typing import Any, Protocol, cast
 
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # re-exported without saying so
-    HashStore,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroupGloo
 
 from kvferry_engine.errors import ConfigError, PortInUseError
 

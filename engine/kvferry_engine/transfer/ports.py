@@ -32,6 +32,7 @@ class TransferScheduler(Protocol):
 
     def attach_prefix(self, sequence: Sequence) -> int:
         """Make the sequence REMOTE and take references on its cached prefix; return its tokens."""
+        ...
 
     def reserve_remote(self, sequence: Sequence, num_blocks_total: int) -> list[int] | None:
         """Reserve blocks up to a total; None when there is no room."""

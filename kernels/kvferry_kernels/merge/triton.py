@@ -3,7 +3,7 @@
 # Kernels are typed by Triton, from the arguments of each launch.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportPossiblyUnbound=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 

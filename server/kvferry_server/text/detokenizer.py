@@ -22,9 +22,11 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """Return the text that became certain with this token (often empty within a character)."""
+        ...
 
     def flush(self) -> str:
         """Return what is left at the end of the sequence; incomplete characters become U+FFFD."""
+        ...
 
 
 class ByteDetokenizer:

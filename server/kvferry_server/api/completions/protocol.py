@@ -16,7 +16,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]] | None = None
     max_tokens: int | None = 16
-    n: int = 1
+    n: int = 1  # pyright: ignore[reportIncompatibleVariableOverride]  # null is refused here, accepted by chat
     logprobs: Annotated[int | None, number_only("logprobs")] = None
     add_special_tokens: bool = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ def count_usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any
     }
 
 
-def total_usage(running: list[Running], settings: RouterSettings) -> dict[str, Any]:
+def total_usage(running: Sequence[Running], settings: RouterSettings) -> dict[str, Any]:
     """Return the totals of a request; cached tokens are those of its last prompt."""
     usage = count_usage(sum(one.num_prompt_tokens for one in running), sum(one.num_output_tokens for one in running))
     details = None

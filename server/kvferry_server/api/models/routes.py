@@ -16,7 +16,7 @@ def model_routes(service: ModelService) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        return JsonResponse(service.list())
+        return JsonResponse(service.cards())
 
     # Names may have slashes, as hub ids do.
     @router.get("/v1/models/{name:path}")

@@ -17,7 +17,7 @@ class ModelService:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def list(self) -> dict[str, Any]:
+    def cards(self) -> dict[str, Any]:
         """Return the answer of GET /v1/models."""
         return {"object": "list", "data": self._cards()}
 
