@@ -42,6 +42,16 @@ class Runner(Protocol):
 class Transfer(Protocol):
     """The parts of the transfer service the loop calls; an engine without peers has `NoTransfer`."""
 
+    @property
+    def num_slots_in_use(self) -> int:
+        """Staging slots with a payload."""
+        ...
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Measured rate of transfers into this engine; 0 while unknown."""
+        ...
+
     def start_remote(self, sequence: Sequence, hints: list[wire.PrefillHint], *, force: bool, now: float) -> bool: ...
 
     def poll(self, now: float) -> None: ...
@@ -64,6 +74,9 @@ class Transfer(Protocol):
 
 class NoTransfer:
     """An engine that never ferries: the SDK's single engine."""
+
+    num_slots_in_use = 0
+    bytes_per_s = 0.0
 
     def start_remote(self, sequence: Sequence, hints: list[wire.PrefillHint], *, force: bool, now: float) -> bool:
         return False
@@ -219,7 +232,7 @@ class EngineCore:
             self._inflight.append((plan, now))
         if self._inflight and (plan is None or len(self._inflight) > self.limits.lookahead):
             self._retire()
-        self.load = self.stats.load(self.scheduler)
+        self.load = self.stats.load(self.scheduler, self.transfer)
         self._publisher.flush(self.load)
         self._publisher.expire(now)
         return plan is not None or bool(self._inflight) or self.scheduler.has_work

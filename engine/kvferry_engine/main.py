@@ -59,6 +59,8 @@ def run(config: EngineConfig) -> int:
     signals = Signals()
     signals.install()
     make_openmp_passive(os.environ)
+    # Peers die and stores with them; torch would print a C++ stack trace for each.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

@@ -36,6 +36,9 @@ ROWS: tuple[MetricRow, ...] = (
     MetricRow("vllm:num_requests_waiting", False, "Sequences waiting for a place.", lambda load, _: load.num_waiting),
     MetricRow("vllm:kv_cache_usage_perc", False, "Share of KV blocks in use, 0..1.", _usage),
     MetricRow(
+        "kvferry_staging_slots_used", False, "Staging slots with a payload.", lambda load, _: load.staging_slots_used
+    ),
+    MetricRow(
         "vllm:prompt_tokens",
         True,
         "Prompt tokens of prompts that were filled, cached ones included.",
@@ -78,6 +81,7 @@ ROWS: tuple[MetricRow, ...] = (
     MetricRow(
         "kvferry_transfer_corrupt_chunks", True, "Payloads with a wrong checksum.", lambda _, c: c.corrupt_chunks
     ),
+    MetricRow("kvferry_audits", True, "Audits of the block ledger.", lambda _, c: c.audits),
     MetricRow(
         "kvferry_leaked_blocks", True, "Blocks the auditor found without an owner.", lambda _, c: c.leaked_blocks
     ),

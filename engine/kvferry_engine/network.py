@@ -33,6 +33,8 @@ SAID_BYE = "said bye"
 """Reason of a PeerDown that was on purpose."""
 FORGET_DIALLED_S = 60.0
 REBIND_S = 2.0
+STALL_S = 1.0
+"""A turn of the network thread takes at most POLL_MS; one this long means that the process itself stood still."""
 MONITORED = (
     zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -214,10 +216,13 @@ class Network:
             poller.register(self._zap, zmq.POLLIN)
         self._poller = poller
         next_beat_s = 0.0
+        now = self._clock()
         try:
             while True:
                 events = dict(poller.poll(POLL_MS))
-                now = self._clock()
+                now, before = self._clock(), now
+                if now - before > STALL_S:
+                    self._forgive(now - before)
                 if self._wake_read in events:
                     self._drain_pipe()
                 if self._zap is not None and self._zap in events:
@@ -244,6 +249,12 @@ class Network:
         finally:
             self._say_bye()
             self._close_sockets()
+
+    def _forgive(self, stalled_s: float) -> None:
+        """This process stood still (stopped, swapped out): what peers said meanwhile is still on its way."""
+        for routes in self._by_boot.values():
+            for route in routes:
+                route.last_heard_s += stalled_s
 
     def _drain_pipe(self) -> None:
         try:

@@ -5,6 +5,8 @@ Pure bookkeeping; the clock is passed in.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from kvferry_engine.request import Purpose
 from kvferry_engine.scheduler.plan import SequenceUpdate, StepPlan
 from kvferry_engine.scheduler.scheduler import Scheduler
@@ -18,6 +20,16 @@ def _mix(old: float, new: float) -> float:
     return new if old == 0.0 else old + SMOOTHING * (new - old)
 
 
+class TransferLoad(Protocol):
+    """What the load message tells of transfers."""
+
+    @property
+    def num_slots_in_use(self) -> int: ...
+
+    @property
+    def bytes_per_s(self) -> float: ...
+
+
 class EngineStats:
     """Totals since boot and averages of the recent past."""
 
@@ -25,7 +37,6 @@ class EngineStats:
         self.counters = Counters()
         self.prefill_tokens_per_s = 0.0
         self.decode_step_s = 0.0
-        self.transfer_bytes_per_s = 0.0
         self.last_turn_s = 0.0
 
     def turned(self, now: float) -> None:
@@ -57,7 +68,7 @@ class EngineStats:
                 counters.prompt_tokens_local_cache += sequence.num_cached
                 counters.prompt_tokens_remote += sequence.num_remote
 
-    def load(self, scheduler: Scheduler) -> Load:
+    def load(self, scheduler: Scheduler, transfer: TransferLoad) -> Load:
         """The load as of the last turn."""
         pool = scheduler.pool
         self.counters.preemptions = scheduler.num_preemptions
@@ -71,5 +82,6 @@ class EngineStats:
             used_blocks=pool.num_blocks - pool.num_free,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_step_s=self.decode_step_s,
-            transfer_bytes_per_s=self.transfer_bytes_per_s,
+            transfer_bytes_per_s=transfer.bytes_per_s,
+            staging_slots_used=transfer.num_slots_in_use,
         )

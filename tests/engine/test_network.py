@@ -128,18 +128,31 @@ def test_bye_takes_the_peer_down(network: Network, peer: Peer) -> None:
 
 
 def test_a_silent_peer_is_dead_after_a_while() -> None:
+    network = make_network(clock=lambda: time.monotonic() * 8)
+    network.start()
+    peer = Peer(network.port)
+    peer.hello()
+    next_item(network, PeerUp)
+
+    down = next_item(network, PeerDown)
+
+    assert down.boot == "router"
+    assert "silent" in down.reason
+    peer.close()
+    network.close()
+
+
+def test_a_process_that_stood_still_does_not_blame_its_peers() -> None:
     offset = [0.0]
     network = make_network(clock=lambda: time.monotonic() + offset[0])
     network.start()
     peer = Peer(network.port)
     peer.hello()
     next_item(network, PeerUp)
-    offset[0] = wire.DEAD_AFTER_S + 1
+    offset[0] = 10 * wire.DEAD_AFTER_S
+    peer.send(wire.Abort(rid="still here"))
 
-    down = next_item(network, PeerDown)
-
-    assert down.boot == "router"
-    assert "silent" in down.reason
+    assert network.inbox.get(timeout=3) == Received("router", wire.Abort(rid="still here"))
     peer.close()
     network.close()
 

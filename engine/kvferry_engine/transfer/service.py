@@ -140,6 +140,13 @@ class TransferService:
         return max(min(timers) - now, 0.0) if timers else None
 
     @property
+    def num_slots_in_use(self) -> int:
+        """Receive slots with a payload plus chunks on their way out, over all ranks; 0 when nothing is under way."""
+        settings = self._context.settings
+        num_receive_slots = settings.num_receive_slots * settings.tensor_parallel
+        return num_receive_slots - self._receiving.inbound.num_free_slots + len(self._sending.outbound.pinned)
+
+    @property
     def bytes_per_s(self) -> float:
         """Moving average over transfers into this engine."""
         return self._receiving.bytes_per_s

@@ -140,6 +140,7 @@ class Load(msgspec.Struct, omit_defaults=True, kw_only=True):
     decode_step_s: float = 0.0
     """Moving average of a step without prompt tokens."""
     transfer_bytes_per_s: float = 0.0
+    staging_slots_used: int = 0
     step_age_s: float = 0.0
     """Seconds since the core loop last turned, idle turns included; only in BEAT."""
 
