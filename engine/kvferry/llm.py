@@ -11,23 +11,27 @@ from tqdm import tqdm
 
 from kvferry.outputs import RequestOutput
 from kvferry.params import SamplingParams
-from kvferry.session import Prompt, Request, Session
+from kvferry.session import Prompt, Request, Session, is_token_ids
+from kvferry.settings import engine_config
 from kvferry_engine.assembly import build_parts
-from kvferry_engine.config import EngineConfig
 from kvferry_engine.wire.messages import Step
 
 
 class LLM:
     """One model in this process. Settings are those of `kvferry engine` (`EngineConfig`); use it from one thread.
 
-    Raises kvferry_engine.errors.EngineError when the model cannot be loaded. Close it, or use it as a context manager.
+    Enumerated settings may be given as their text, `dtype="float32"`. Close it, or use it as a context manager.
+
+    Raises ValueError for a setting that does not exist or a value that is not allowed, kvferry_engine.errors.EngineError when
+    the model cannot be loaded.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        config = EngineConfig(model=model, **settings)
+        config = engine_config(model, settings)
         self._steps: list[Step] = []
         self._parts = build_parts(config, send=lambda _, step: self._steps.append(step), clock=time.monotonic)
         self._session = Session(self._parts, chat_template=config.chat_template)
+        self._is_closed = False
 
     def generate(
         self,
@@ -62,7 +66,8 @@ class LLM:
         return self._session.tokenizer
 
     def close(self) -> None:
-        """Free the model and end its rank processes."""
+        """End the rank processes; the model's memory goes with this object. Idempotent."""
+        self._is_closed = True
         self._parts.close()
 
     def __enter__(self) -> LLM:
@@ -75,11 +80,12 @@ class LLM:
 
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        if isinstance(prompts, (str, Mapping)):
+        """Return a list of prompts; a list of numbers alone is one prompt of token ids. What is no prompt is refused later."""
+        if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
             return [prompts]
-        if prompts and all(isinstance(token, int) for token in prompts):
-            return [[token for token in prompts if isinstance(token, int)]]
-        return [prompt for prompt in prompts if not isinstance(prompt, int)]
+        if prompts and is_token_ids(prompts):
+            return [prompts]
+        return list(prompts)  # type: ignore[arg-type]  # numbers among prompts are refused by the session
 
     def _run(
         self,
@@ -88,6 +94,8 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             each = [sampling_params or SamplingParams()] * len(prompts)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry_engine.wire.assets import AssetBundle
@@ -12,6 +12,31 @@ from kvferry_engine.wire.messages import Sampling
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
+
+_WHOLE = ("n", "top_k", "min_tokens")
+_OPTIONAL_WHOLE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_IDS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _or_none(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _is_none_or_list_of(kind: type, value: object) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value))
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Mapping) and all(_is_whole(key) and _is_number(bias) for key, bias in value.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +67,8 @@ class SamplingParams:
     bad_words: list[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check every range."""
+        """Check every type and range."""
+        self._check_types()
         checks = (
             ("n", self.n >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
@@ -61,6 +87,7 @@ class SamplingParams:
                 "at least 0, or -1 for all",
             ),
             ("stop", all(self.stops), "non-empty strings"),
+            ("bad_words", all(word.strip() for word in self.bad_words or ()), "non-empty strings"),
         )
         for name, is_valid, allowed in checks:
             if not is_valid:
@@ -69,6 +96,25 @@ class SamplingParams:
             raise ValueError(
                 f"n is {self.n} with temperature {self.temperature}: greedy sampling gives one answer, set n=1"
             )
+
+    def _check_types(self) -> None:
+        for names, is_right, allowed in (
+            (_WHOLE, _is_whole, "a whole number"),
+            (_OPTIONAL_WHOLE, _or_none(_is_whole), "a whole number or None"),
+            (_NUMBERS, _is_number, "a number"),
+            (
+                ("stop",),
+                lambda value: isinstance(value, str) or _is_none_or_list_of(str, value),
+                "a string or a list of strings",
+            ),
+            (("bad_words",), lambda value: _is_none_or_list_of(str, value), "a list of strings"),
+            (_IDS, lambda value: _is_none_or_list_of(int, value), "a list of token ids"),
+            (("logit_bias",), _or_none(_is_bias), "a mapping of token ids to numbers"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if not is_right(value):
+                    raise ValueError(f"{name} is {value!r}, it must be {allowed}")
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -5,10 +5,11 @@ No threads and no clock here; `LLM` drives it directly, `AsyncLLM` from its engi
 
 from __future__ import annotations
 
+import reprlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvferry.outputs import CompletionOutput, Logprob, RequestOutput
 from kvferry.params import SamplingParams
@@ -48,6 +49,23 @@ class Request:
     """By engine slot; a reader leaves when its sequence ends."""
 
 
+def is_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+    """Whether `value` is a sequence of int32 numbers, an empty one included."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, (str, bytes))
+        and all(isinstance(token, int) and -(2**31) <= token < 2**31 for token in value)
+    )
+
+
+def _described(prompt: object) -> str:
+    if isinstance(prompt, Mapping):
+        return "a mapping with " + (
+            ", ".join(f"{key} ({type(value).__name__})" for key, value in prompt.items()) or "nothing"
+        )
+    return f"{type(prompt).__name__} {reprlib.repr(prompt)}"
+
+
 class Session:
     """Submits to `parts.core` and reads its STEP messages; hand `read` to the core as its `send`."""
 
@@ -73,14 +91,16 @@ class Session:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if isinstance(prompt.get("prompt"), str):
-                return self.prompt_of(prompt["prompt"])
-        elif all(isinstance(token, int) for token in prompt):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is None and isinstance(text, str):
+                return self.prompt_of(text)
+            if is_token_ids(ids) and (text is None or isinstance(text, str)):
+                return text, list(ids)
+        elif is_token_ids(prompt):
             return None, list(prompt)
         raise ValueError(
-            f"a prompt is text, a list of token ids, or a mapping with prompt or prompt_token_ids; got {type(prompt).__name__}"
+            "a prompt is text, a list of token ids, or a mapping with prompt (text) or prompt_token_ids (a list of token "
+            f"ids); got {_described(prompt)}"
         )
 
     def render(
@@ -203,9 +223,11 @@ class Session:
             else:
                 output.text += piece
         if finish is not None:
-            output.text += reader.detokenizer.flush()
+            tail = reader.detokenizer.flush()
             if reader.stops is not None:
-                output.text += reader.stops.flush()
+                # The text that the stop strings hold back stands before the detokenizer's.
+                tail = reader.stops.flush() + tail
+            output.text += tail
             self._finish(request, slot, str(finish.reason), finish.stop_reason)
 
     def _finish(self, request: Request, slot: int, reason: str, stop_reason: int | str | None) -> None:

@@ -272,6 +272,7 @@ class EngineCore:
         if sequence.status is Status.REMOTE:
             self.transfer.abort(sequence, now)
         self.scheduler.abort(sequence.handle, "aborted")
+        self._publisher.forget(sequence.handle)
         self._forget(sequence)
         self._runner.forget([sequence.handle])
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvferry_engine.config import EngineConfig
+from kvferry_engine.config_checks import check_config
 from kvferry_engine.errors import EngineError
 from kvferry_engine.runner.threads import make_openmp_passive
 
@@ -61,6 +62,10 @@ def run(config: EngineConfig) -> int:
     make_openmp_passive(os.environ)
     # Peers die and stores with them; torch would print a C++ stack trace for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        check_config(config)
+    except EngineError as error:
+        return _fail(error)
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

@@ -98,6 +98,11 @@ class Publisher:
             )
         self._pending.clear()
 
+    def forget(self, handle: int) -> None:
+        """Drop what is kept for a sequence that has ended."""
+        self._reported.discard(handle)
+        self._prompt_logprobs.pop(handle, None)
+
     def forget_origin(self, origin: str) -> None:
         """Drop unsent columns of a reader that is gone."""
         self._pending.pop(origin, None)
@@ -119,7 +124,6 @@ class Publisher:
             self._recent_tokens -= sequence.num_tokens
 
     def _remember(self, sequence: Sequence, now: float) -> None:
-        self._reported.discard(sequence.handle)
-        self._prompt_logprobs.pop(sequence.handle, None)
+        self.forget(sequence.handle)
         self._recent[sequence.handle] = (now, sequence)
         self._recent_tokens += sequence.num_tokens

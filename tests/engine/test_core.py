@@ -76,6 +76,7 @@ def test_an_aborted_request_frees_its_blocks_and_says_nothing_more() -> None:
     bench.run()
 
     assert len(bench.tokens(slot)[0]) == seen
+    assert bench.runner.forgotten == [slot]
     assert bench.scheduler.pool.num_free == bench.scheduler.pool.num_blocks
     bench.core.abort("never heard of", None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,27 @@ def test_nan_logits_fail_only_their_own_row() -> None:
     assert "NaN" in result.errors[1]
     assert result.token_ids[1] == -1
     assert result.token_ids[0] >= 0
+
+
+def test_infinite_logits_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, blocks = make_runner(model()), Blocks(64, 16)
+    executor = runner._executor
+    sample_logits = executor.sample_logits
+
+    def with_excluded_ids(*arguments: Any) -> Any:
+        logits = sample_logits(*arguments)
+        assert logits is not None
+        logits[:, ::2] = float("-inf")
+        logits[:, 7] = float("inf")
+        return logits
+
+    monkeypatch.setattr(executor, "sample_logits", with_excluded_ids)
+
+    runner.launch(make_plan(0, [(make_sequence(1, PROMPT, 4), 23)], blocks))
+    result = runner.collect()
+
+    assert result.errors == {}
+    assert result.token_ids[0] == 7
 
 
 def test_a_step_may_be_launched_before_the_one_it_depends_on_is_collected() -> None:

@@ -427,4 +427,4 @@ def test_random_lives_leak_nothing_and_end_with_the_right_tokens() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_random_lives_leak_nothing_and_end_with_the_right_tokens() -> None:
-    run_machine(max_examples=800, step_count=50)
+    run_machine(max_examples=240, step_count=50)

@@ -5,11 +5,12 @@ One tensor per rank, [layers, blocks, 2 (K, V), kv heads of the rank, slots, hea
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,15 +71,26 @@ def allocate(layout: StorageLayout, num_blocks: int, device: torch.device) -> Te
     shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     try:
         if device.type == "cpu":
-            # numpy's zeros come from calloc: pages the kernel has not touched yet. torch.zeros would write all of them.
-            flat = np.zeros(num_blocks * layout.bytes_per_block, dtype=np.uint8)
-            return torch.from_numpy(flat).view(layout.dtype).view(shape)
+            return _map_lazily(num_blocks * layout.bytes_per_block).view(layout.dtype).view(shape)
         return torch.zeros(shape, dtype=layout.dtype, device=device)
-    except (torch.OutOfMemoryError, RuntimeError, MemoryError, ValueError) as error:
+    except (torch.OutOfMemoryError, RuntimeError, OSError, OverflowError, ValueError) as error:
         size = num_blocks * layout.bytes_per_block
         raise OutOfMemoryError(
             f"{size / 2**30:.2f} GiB for {num_blocks} KV blocks cannot be allocated on {device}; lower --kv-cache-memory-bytes"
         ) from error
+
+
+def _map_lazily(num_bytes: int) -> Tensor:
+    """Return zeroed memory [num_bytes] uint8 that becomes resident when it is first touched, in huge pages where possible.
+
+    torch.zeros would write all of it. A (block, head) of keys is about one small page, so with small pages attention misses
+    the TLB at every step and each new block costs a page fault per head.
+    """
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # kernels without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def requested_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

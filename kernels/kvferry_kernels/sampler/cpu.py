@@ -1,4 +1,4 @@
-"""Sampling on CPUs without sorting vocabularies and, mostly, without a random number per id.
+"""Sampling on CPUs without sorting vocabularies and, mostly, without a random number per id; draws by the C++ extension.
 
 Rows are looked at as segments: a maximum per segment costs a vectorised pass, and tells exactly which few segments can hold
 the largest ids, the k best ids, or an id that a Gumbel number could still lift to the top.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvferry_kernels import extension
 from kvferry_kernels.sampler.reference import apply_penalties, gumbel, row_keys
 
 __all__ = ["apply_penalties", "greedy", "gumbel_argmax", "top_k_top_p_min_p"]
@@ -33,6 +34,10 @@ def greedy(logits: Tensor) -> Tensor:
 def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """See `sampler.gumbel_argmax`."""
     batch, vocab_size = logits.shape
+    if logits.stride(1) == 1 and extension.is_available():
+        ids = torch.empty(batch, dtype=torch.int64)
+        torch.ops.kvferry.gumbel_argmax(ids, logits, seeds, positions)
+        return ids
     keys = row_keys(seeds, positions)
     segments = _segments(logits)
     maxima = segments.amax(-1)
