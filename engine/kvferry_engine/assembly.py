@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from kvferry_engine.scheduler.config import SchedulerConfig
 from kvferry_engine.scheduler.scheduler import Scheduler
 from kvferry_engine.transfer.pairs import Stores, host_store
 from kvferry_engine.transfer.ports import TransferContext, TransferSettings
+from kvferry_engine.transfer.protocol.slices import head_layer_bytes
 from kvferry_engine.transfer.rank_worker import RankWorker
 from kvferry_engine.transfer.ranks import Ranks
 from kvferry_engine.transfer.service import TransferService
@@ -211,10 +213,9 @@ class Engine:
 
     def close(self) -> None:
         """Say goodbye, close pairs and sockets, end rank processes."""
-        self.network.close()
-        self._transfer.close()
-        self._health.close()
-        self._parts.close()
+        with ExitStack() as stack:  # every part closes, whatever another one raises
+            for close in (self._parts.close, self._health.close, self._transfer.close, self.network.close):
+                stack.callback(close)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -224,9 +225,7 @@ def build_engine(config: EngineConfig) -> Engine:
     store, store_port = host_store(config.host, config.store_port)
     identity = EngineIdentity(
         boot=boot,
-        name=f"{config.role}-{_join(advertised, config.port)}",
         service=config.service,
-        address=_join(advertised, config.port),
         store_address=_join(advertised, store_port),
         role=config.role,
     )
@@ -240,6 +239,10 @@ def build_engine(config: EngineConfig) -> Engine:
         port=config.port,
         secrets=read_secrets(config.wire_secret_file),
     )
+    if advertised in ("0.0.0.0", "::"):
+        raise ConfigError(f"--host {config.host} is no address that peers can dial; give --advertise-host")
+    identity.address = _join(advertised, network.port)
+    identity.name = f"{config.role}-{identity.address}"
 
     def rank_died(error: Exception) -> None:
         probe.failure = str(error)
@@ -262,6 +265,13 @@ def build_engine(config: EngineConfig) -> Engine:
         on_rank_death=rank_died,
     )
     core, built = parts.core, parts.built
+    smallest_bytes = head_layer_bytes(built.kv_layout)
+    if config.staging_slot_bytes < smallest_bytes:
+        parts.close()
+        raise ConfigError(
+            f"--staging-slot-bytes {config.staging_slot_bytes} holds less than one head of one block; "
+            f"give at least {smallest_bytes}"
+        )
     identity.model = parts.model_info
     beats.core = core
     stores = Stores()
@@ -295,6 +305,7 @@ def build_engine(config: EngineConfig) -> Engine:
                 num_receive_slots=worker_setup.num_receive_slots,
                 num_send_slots=worker_setup.num_send_slots,
                 slot_bytes=worker_setup.slot_bytes,
+                vocab_size=built.model.vocab_size,
             ),
             link=network,
             scheduler=core.scheduler,

@@ -33,11 +33,12 @@ class EngineIdentity:
     """What an engine says about itself; role and state may change while it runs."""
 
     boot: str
-    name: str
     service: str
-    address: str
     store_address: str
     role: wire.Role
+    name: str = ""
+    address: str = ""
+    """Name and address are known once the wire has its port."""
     model: wire.ModelInfo | None = None
     """None while the model loads; nobody is answered before."""
     is_draining: bool = False

@@ -137,6 +137,8 @@ class EngineCore:
         self._handles = itertools.count(1)
         self._by_rid: dict[str, list[Sequence]] = {}
         self._attempts: dict[str, int] = {}
+        self._slots: dict[str, list[int]] = {}
+        """All slots of a running request, ended sequences included."""
         self._local_reason: dict[int, str] = {}
         self.is_draining = False
         self.load = wire.Load()
@@ -150,9 +152,7 @@ class EngineCore:
         attempt = self._attempts.get(message.rid)
         if attempt is not None and message.rid in self._by_rid:
             if attempt == message.attempt:
-                return wire.Accepted(
-                    rid=message.rid, attempt=attempt, slots=[s.handle for s in self._by_rid[message.rid]]
-                )
+                return wire.Accepted(rid=message.rid, attempt=attempt, slots=self._slots[message.rid])
             if attempt > message.attempt:
                 return self._rejected(
                     message, wire.RejectCode.STALE, f"attempt {attempt} of this request already runs here"
@@ -172,10 +172,12 @@ class EngineCore:
             updates = self._add_all(message, sequences, now)
         except RequestError as error:
             return self._rejected(message, wire.RejectCode.INVALID, str(error), param=error.param)
+        slots = [sequence.handle for sequence in sequences]
         self._by_rid[message.rid] = sequences
         self._attempts[message.rid] = message.attempt
+        self._slots[message.rid] = slots
         self._after(updates, now)
-        return wire.Accepted(rid=message.rid, attempt=message.attempt, slots=[s.handle for s in sequences])
+        return wire.Accepted(rid=message.rid, attempt=message.attempt, slots=slots)
 
     def abort(self, rid: str, indices: list[int] | None) -> None:
         """Stop sequences of a request; unknown ids are ignored. Their owner gets no further tokens."""
@@ -267,6 +269,7 @@ class EngineCore:
         if not siblings:
             del self._by_rid[sequence.rid]
             del self._attempts[sequence.rid]
+            del self._slots[sequence.rid]
 
     def _abort_sequence(self, sequence: Sequence, now: float) -> None:
         if sequence.status is Status.REMOTE:
@@ -288,6 +291,9 @@ class EngineCore:
         return self.scheduler.waiting_tokens / rate if rate > 0 else 0.0
 
     def _make_sequences(self, origin: str, message: wire.Submit, now: float) -> list[Sequence]:
+        indices = {part.index for part in message.sequences}
+        if not indices or len(indices) != len(message.sequences):
+            raise RequestError("a request has at least one sequence, each with an index of its own", param="n")
         columns = (message.prompt_ids, *(part.emitted_ids for part in message.sequences))
         if any(len(column) % 4 for column in columns):
             raise RequestError("token ids travel as int32 columns, this one is torn", param="prompt")
@@ -335,13 +341,13 @@ class EngineCore:
         return updates
 
     def _start_remote(self, message: wire.Submit, sequence: Sequence, now: float) -> bool:
+        self.scheduler.check(sequence)
         if message.sampling.prompt_logprobs is not None:
             self._local_reason[sequence.handle] = "prompt_logprobs"
             return False
         if not message.prefill_hints:
             self._local_reason[sequence.handle] = "no_hint"
             return False
-        self.scheduler.check(sequence)
         if self.transfer.start_remote(sequence, message.prefill_hints, force=message.force_remote, now=now):
             return True
         self._local_reason[sequence.handle] = "short_or_cached"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class HealthServer:
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             allow_reuse_address = True
 
         try:

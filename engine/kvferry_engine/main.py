@@ -51,7 +51,8 @@ class Signals:
             os._exit(128 + number)
         if number == signal.SIGINT or self.is_draining:
             self.is_stopping = True
-        self.is_draining = True
+        else:
+            self.is_draining = True
         self.engine.network.wake_core()
 
 

@@ -33,6 +33,7 @@ SAID_BYE = "said bye"
 """Reason of a PeerDown that was on purpose."""
 FORGET_DIALLED_S = 60.0
 REBIND_S = 2.0
+MAX_DIALLED = 256
 STALL_S = 1.0
 """A turn of the network thread takes at most POLL_MS; one this long means that the process itself stood still."""
 MONITORED = (
@@ -120,6 +121,7 @@ class Network:
         self._dials: deque[str] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_stopping = False
+        self._is_closed = False
         self._flush_deadline_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = self._open_zap() if self._keys else None
@@ -190,6 +192,8 @@ class Network:
         self.inbox.put(Wake())
 
     def wake_thread(self) -> None:
+        if self._is_closed:
+            return
         with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self._wake_write, b"x")
 
@@ -308,6 +312,9 @@ class Network:
         body = envelope.body
         route.last_heard_s = now
         if isinstance(body, wire.Hello):
+            if not body.boot or body.boot != envelope.src:
+                log.warning("dropped HELLO with boot=%r from %r", body.boot, envelope.src)
+                return
             self._greet(route, body)
             return
         if route.boot != envelope.src:
@@ -328,9 +335,9 @@ class Network:
         if not route.address:
             self._by_identity[route.identity] = route
         route.boot = hello.boot
-        if not route.address:
-            self._enqueue(route, ours)
         if not is_versioned or not is_same_service:
+            if not route.address:
+                self._enqueue(route, ours)
             log.warning("refused peer name=%s boot=%s versions=%d..%d service=%r", hello.name, hello.boot,
                         hello.version_min, hello.version_max, hello.service)  # fmt: skip
             self._remove(route, "incompatible")
@@ -339,10 +346,15 @@ class Network:
         if route not in routes:
             routes.append(route)
         self.inbox.put(PeerUp(hello.boot, hello, route.address))
+        if not route.address:
+            self._enqueue(route, ours)
 
     def _dial(self, address: str, now: float) -> None:
         self._dialled_s[address] = now
         if address in self._by_address:
+            return
+        if len(self._by_address) >= MAX_DIALLED:
+            log.warning("not dialled, too many connections address=%s", address)
             return
         self._open_dealer(address, key_index=0, now=now)
 
@@ -359,6 +371,7 @@ class Network:
         except zmq.ZMQError as error:
             log.warning("cannot dial address=%s error=%s", address, error)
             socket.disable_monitor()
+            monitor.close(linger=0)
             socket.close()
             return
         self._by_address[address] = _Route(
@@ -442,6 +455,7 @@ class Network:
         for address, route in list(self._by_address.items()):
             if not route.is_connected and now - self._dialled_s.get(address, now) > FORGET_DIALLED_S:
                 self._close_route(route)
+                self._dialled_s.pop(address, None)
 
     def _remove(self, route: _Route, reason: str) -> None:
         """Forget who is behind a route; the last route of a peer takes the peer down."""
@@ -460,9 +474,10 @@ class Network:
         self._remove(route, "closed")
         self._by_address.pop(route.address, None)
         self._poller.unregister(route.socket)
+        route.socket.disable_monitor()
         if route.monitor is not None:
             self._poller.unregister(route.monitor)
-        route.socket.disable_monitor()
+            route.monitor.close(linger=0)
         route.socket.close()
 
     def _say_bye(self) -> None:
@@ -471,8 +486,13 @@ class Network:
                 self._enqueue(route, wire.Bye())
 
     def _close_sockets(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         for route in self._by_address.values():
             route.socket.disable_monitor()
+            if route.monitor is not None:
+                route.monitor.close(linger=0)
             route.socket.close(linger=200)
         self._server.close(linger=200)
         if self._zap is not None:

@@ -38,6 +38,7 @@ class EngineStats:
         self.prefill_tokens_per_s = 0.0
         self.decode_step_s = 0.0
         self.last_turn_s = 0.0
+        self._last_retired_s = 0.0
 
     def turned(self, now: float) -> None:
         """Note one turn of the loop (the heartbeat behind /health)."""
@@ -45,7 +46,9 @@ class EngineStats:
 
     def stepped(self, plan: StepPlan, launched_s: float, retired_s: float) -> None:
         """Note one retired step and how long it took."""
-        elapsed = max(retired_s - launched_s, 1e-6)
+        # With lookahead a step waits in line behind the one before it.
+        elapsed = max(retired_s - max(launched_s, self._last_retired_s), 1e-6)
+        self._last_retired_s = retired_s
         self.counters.steps += 1
         num_tokens = int(plan.counts.sum())
         prompt_tokens = num_tokens - plan.num_decode_rows

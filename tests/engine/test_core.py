@@ -7,7 +7,7 @@ import pytest
 from kit.core import Bench, expected_output
 from kvferry_engine.kv_cache.auditor import audit
 from kvferry_engine.wire import messages as wire
-from kvferry_engine.wire.packing import unpack_ids
+from kvferry_engine.wire.packing import pack_ids, unpack_ids
 
 
 def slots_of(answer: wire.Accepted | wire.Rejected) -> list[int]:
@@ -132,6 +132,34 @@ def test_what_can_never_run_is_refused_with_a_reason(prompt: list[int], count: i
     assert isinstance(answer, wire.Rejected)
     assert answer.code is code
     assert answer.message
+
+
+@pytest.mark.parametrize("seeds", [(), (1, 1)])
+def test_sequences_need_indices_of_their_own(seeds: tuple[int, ...]) -> None:
+    bench = Bench()
+    message = wire.Submit(
+        rid="r",
+        attempt=0,
+        engine_boot="b",
+        prompt_ids=pack_ids([1]),
+        sequences=[wire.SubmitSequence(index=0, seed=seed) for seed in seeds],
+        sampling=wire.Sampling(max_tokens=1),
+    )
+
+    answer = bench.core.submit("router", message)
+
+    assert isinstance(answer, wire.Rejected)
+    bench.core.abort_origin("router")
+    assert bench.core.requests() == []
+
+
+def test_sequences_that_are_over_already_are_accepted_and_finished() -> None:
+    bench = Bench()
+    slots = slots_of(bench.submit("r", [4, 5], 3, seeds=(9, 10), emitted=expected_output([4, 5], 9, 3)))
+    bench.run()
+
+    assert len(slots) == 2
+    assert all(bench.tokens(slot)[1] is not None for slot in slots)
 
 
 def test_a_torn_id_column_is_refused() -> None:

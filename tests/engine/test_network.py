@@ -111,6 +111,23 @@ def test_messages_before_hello_or_for_another_boot_are_dropped(network: Network,
     assert next_item(network, Received).message.rid == "good"
 
 
+@pytest.mark.parametrize("boot", ["", "somebody else"])
+def test_a_hello_under_a_false_name_is_dropped(network: Network, peer: Peer, boot: str) -> None:
+    peer.send(wire.Hello(kind=wire.PeerKind.ROUTER, boot=boot, name="r"), dst="")
+    peer.hello()
+
+    assert next_item(network, PeerUp).boot == "router"
+    assert network.inbox.empty()
+
+
+def test_closing_twice_and_sending_after_it_do_no_harm() -> None:
+    network = make_network()
+    network.start()
+    network.close()
+    network.close()
+    network.send("anybody", wire.Bye())
+
+
 def test_garbage_does_not_disturb(network: Network, peer: Peer) -> None:
     peer.socket.send(b"\xc1garbage")
     peer.socket.send_multipart([b"a", b"b", b"c"])

@@ -354,7 +354,7 @@ class Inbound:
             self._granted.pop(handle, None)
 
     def credit_returned(self, boot: str, message: wire.Credit) -> None:
-        if message.d_rank >= len(self._pools):
+        if not 0 <= message.d_rank < len(self._pools):
             return
         self._pools[message.d_rank].give_back((boot, message.p_rank, message.epoch), message.credits)
         self.grant_all()

@@ -56,6 +56,8 @@ class Peers:
             return "the peer has no model"
         if model.pair_hash != settings.pair_hash or model.layout != settings.layout:
             return "the peer's KV is of another kind"
+        if model.tensor_parallel < 1:
+            return f"the peer claims {model.tensor_parallel} ranks"
         if hello.service and settings.service and hello.service != settings.service:
             return "the peer belongs to another service"
         try:

@@ -68,6 +68,8 @@ class TransferSettings:
     num_receive_slots: int = 8
     num_send_slots: int = 4
     slot_bytes: int = 4 << 20
+    vocab_size: int = 1 << 31
+    """Ids of prompts to prefill for others must be below."""
     min_remote_tokens: int = 128
     """Fewer missing tokens than this are computed here, unless ferrying is forced."""
     max_start_s: float = 20.0

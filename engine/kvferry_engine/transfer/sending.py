@@ -112,7 +112,12 @@ class Sending:
         peer = self._peers.get(boot)
         if peer is None or peer.refusal:
             return "no HELLO from this peer" if peer is None else peer.refusal
-        num_ids = len(message.prompt_ids) // 4
+        if len(message.prompt_ids) % 4:
+            return "the column of token ids is torn"
+        ids = np.frombuffer(message.prompt_ids, dtype="<i4")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._context.settings.vocab_size:
+            return f"token ids outside the vocabulary of {self._context.settings.vocab_size}"
+        num_ids = len(ids)
         is_aligned = not message.have % block_size and not message.upto % block_size
         if not is_aligned or not 0 <= message.have < message.upto < num_ids:
             asked = f"tokens {message.have} to {message.upto} of {num_ids}"

@@ -64,8 +64,9 @@ class CreditPool(Generic[P]):
             del self._used[pair]
 
     def give_back(self, pair: P, count: int) -> None:
-        """The sender returned credits it does not need."""
-        self._granted[pair] = max(self._granted.get(pair, 0) - count, 0)
+        """The sender returned credits it does not need; more than it has, or for a closed pair, counts as none."""
+        if 0 < count <= self._granted.get(pair, 0):
+            self._granted[pair] -= count
 
     def drop(self, pair: P) -> None:
         """The pair is closed: its credits are void. Slots in use stay used until `release`."""
