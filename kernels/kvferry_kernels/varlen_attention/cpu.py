@@ -29,7 +29,7 @@ def prefill_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """See `varlen_attention.prefill_attention`."""
-    if int(query_starts.diff().max()) <= COMPILED_TOKENS:
+    if q.shape[0] <= COMPILED_TOKENS or int(query_starts.diff().max()) <= COMPILED_TOKENS:
         compiled = compiled_attention(
             q, kv, block_tables, query_starts, seq_lens, scale, sliding_window, soft_cap, sinks
         )
