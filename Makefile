@@ -31,7 +31,7 @@ test: setup ## everything: unit, slow, ahead-of-time compile gate
 	$(PYTEST) -m "not gpu"
 	$(MAKE) --no-print-directory aot
 
-unit: setup ## fast tests only (under two minutes, no network)
+unit: setup ## fast tests only (no network, no processes to wait for)
 	$(PYTEST) -m "not slow and not gpu"
 
 slow: setup ## tests that start processes or take long
