@@ -36,9 +36,6 @@ REBIND_S = 2.0
 MAX_DIALLED = 256
 STALL_S = 1.0
 """A turn of the network thread takes at most POLL_MS; one this long means that the process itself stood still."""
-MONITORED = (
-    zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 @dataclass(frozen=True, slots=True)

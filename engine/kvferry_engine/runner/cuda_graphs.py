@@ -98,7 +98,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _record(self, model: CausalLM, storage: Tensor, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         token_ids, metadata = self._inputs.token_ids[:size], self._inputs.metadata(size)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARMUP_STEPS):

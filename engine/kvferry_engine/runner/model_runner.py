@@ -173,6 +173,6 @@ def _to_host(ids: Tensor, is_bad: Tensor) -> tuple[Tensor, Tensor, torch.cuda.Ev
     host_bad = torch.empty_like(is_bad, device="cpu", pin_memory=True)
     host_ids.copy_(ids, non_blocking=True)
     host_bad.copy_(is_bad, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
     done.record()
     return host_ids, host_bad, done

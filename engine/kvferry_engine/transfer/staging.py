@@ -69,7 +69,7 @@ class CacheAccess:
         self._stream: torch.cuda.Stream | None = None
         self._bounce: Tensor | None = None
         if storage.is_cuda:
-            self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]  # torch does not annotate it
             self._bounce = torch.empty(slot_bytes, dtype=torch.uint8, device=storage.device)
 
     def clear(self, view: Tensor) -> None:

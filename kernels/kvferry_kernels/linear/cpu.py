@@ -28,7 +28,7 @@ class PackedWeight:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Return whether this build of torch and this processor have packed linear layers for `dtype`."""
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch does not annotate it
     if not has_onednn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype is torch.bfloat16:

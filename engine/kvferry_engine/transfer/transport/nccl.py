@@ -109,7 +109,7 @@ class NcclTransport:
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]  # torch does not annotate it
         error = ""
         with torch.cuda.stream(stream):
             while (item := self._queue.get()) is not None:
